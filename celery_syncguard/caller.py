@@ -1,0 +1,223 @@
+"""A caller's connection: run our SQL inside a transaction that belongs to somebody else.
+
+``lease.fenced(conn)`` and the revision functions must share the fate of the caller's own writes, so they
+never open a connection; they take the one that the caller writes through. This module hides which library
+it comes from.
+
+Invariants:
+
+- Nothing is committed or rolled back here, except by `Caller.transaction`, which the caller asks for.
+- A connection in autocommit without a transaction is refused *before* the first statement: there our
+  statement would be a transaction of its own, and whatever it promises would end with it.
+- No library is imported to find out what an object is: whoever made the object has imported it already.
+
+Not here: pools and connections of our own (`pool`).
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, ClassVar
+
+from celery_syncguard.errors import SyncGuardError
+
+__all__ = ["Caller", "NotInTransaction", "caller"]
+
+_OUTSIDE = (0, 1)  # libpq's PQTRANS_IDLE and PQTRANS_ACTIVE, the same numbers in psycopg and psycopg2
+
+
+class NotInTransaction(SyncGuardError, RuntimeError):
+    """The connection is in autocommit and no transaction is open, so there is nothing to take part in.
+
+    ``what``: the operation that was refused; ``kind``: "psycopg", "sqlalchemy" or "django".
+    """
+
+    def __init__(self, *, what: str, kind: str) -> None:
+        opener = {
+            "psycopg": "`with connection.transaction():`",
+            "sqlalchemy": '`with engine.begin() as connection:` (and not isolation_level="AUTOCOMMIT")',
+            "django": "`with transaction.atomic():`",
+        }[kind]
+        super().__init__(
+            f"{what} takes part in your transaction, but this {kind} connection is in autocommit and has none; "
+            f"use {opener}"
+        )
+        self.what = what
+        self.kind = kind
+
+
+class Caller(ABC):
+    """One connection of the caller, whatever library it comes from. Made by `caller`."""
+
+    __slots__ = ()
+    kind: ClassVar[str]
+
+    @abstractmethod
+    def in_transaction(self) -> bool:
+        """Whether the next statement is part of a transaction that the caller ends.
+
+        A connection that begins one implicitly at its first statement counts as being in it.
+        """
+
+    @abstractmethod
+    def rows(self, query: str, params: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        """Run one statement with ``%s`` placeholders in the caller's transaction.
+
+        Returns its rows as plain tuples, or an empty list when it returns none. Errors of the caller's
+        library pass through unchanged.
+        """
+
+    @abstractmethod
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Open a transaction around the block, or a savepoint where one is open already."""
+
+    def require_transaction(self, what: str) -> None:
+        """Raise `NotInTransaction`, naming ``what``, unless `in_transaction`; sends no statement that writes."""
+        if not self.in_transaction():
+            raise NotInTransaction(what=what, kind=self.kind)
+
+
+def caller(conn: Any) -> Caller:
+    """Return the `Caller` for a connection of the caller's.
+
+    ``conn``: a psycopg ``Connection`` or ``Cursor``; a SQLAlchemy ``Connection``, ``Session`` or
+    ``scoped_session``; a Django connection (``django.db.connection``, ``connections[alias]``) or the alias
+    itself. An alias is accepted only in a process that uses Django.
+
+    Raises ``TypeError`` for anything else, for asyncio variants, and for a database that is not PostgreSQL.
+    """
+    psycopg = sys.modules.get("psycopg")
+    if psycopg is not None:
+        if isinstance(conn, psycopg.Cursor | psycopg.ServerCursor):
+            conn = conn.connection
+        if isinstance(conn, psycopg.Connection):
+            return _Psycopg(conn)
+    if "sqlalchemy" in sys.modules:
+        found = _sqlalchemy(conn)
+        if found is not None:
+            return found
+    if "django.db" in sys.modules:
+        found = _django(conn)
+        if found is not None:
+            return found
+    raise TypeError(
+        f"expected a connection of psycopg, SQLAlchemy or Django, not {type(conn).__module__}.{type(conn).__qualname__}"
+        + _async_hint(conn)
+    )
+
+
+def _sqlalchemy(conn: Any) -> Caller | None:
+    orm = sys.modules.get("sqlalchemy.orm")
+    if orm is not None and isinstance(conn, orm.scoped_session):
+        conn = conn()
+    is_session = orm is not None and isinstance(conn, orm.Session)
+    if not is_session and not isinstance(conn, sys.modules["sqlalchemy"].Connection):
+        return None
+    return _SQLAlchemy(conn, is_session)
+
+
+def _django(conn: Any) -> Caller | None:
+    if isinstance(conn, import_module("django.utils.connection").ConnectionProxy):  # django.db.connection
+        conn = conn.alias
+    if isinstance(conn, str):
+        conn = import_module("django.db").connections[conn]
+    if not isinstance(conn, import_module("django.db.backends.base.base").BaseDatabaseWrapper):
+        return None
+    if conn.vendor != "postgresql":
+        raise TypeError(f"expected a connection to PostgreSQL, not to {conn.vendor}")
+    return _Django(conn)
+
+
+def _async_hint(conn: Any) -> str:
+    module = type(conn).__module__
+    if module.startswith("sqlalchemy.ext.asyncio"):
+        return "; inside asyncio use `await connection.run_sync(...)`"
+    return "; asyncio connections are not supported" if "Async" in type(conn).__name__ else ""
+
+
+def _driver_in_transaction(driver: Any) -> bool:
+    """Ask a DBAPI connection (psycopg, psycopg2, or one that has ``autocommit`` alone), with no I/O."""
+    if not driver.autocommit:
+        return True
+    info = getattr(driver, "info", None)
+    return info is not None and int(info.transaction_status) not in _OUTSIDE
+
+
+@dataclass(frozen=True, slots=True)
+class _Psycopg(Caller):
+    connection: Any
+    kind: ClassVar[str] = "psycopg"
+
+    def in_transaction(self) -> bool:
+        with self._answered():
+            pass
+        return _driver_in_transaction(self.connection)
+
+    def rows(self, query: str, params: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        # Not connection.cursor(): its cursor_factory may be one without %s, its row_factory one without tuples.
+        psycopg = sys.modules["psycopg"]
+        with psycopg.Cursor(self.connection, row_factory=psycopg.rows.tuple_row) as cursor:
+            with self._answered():
+                cursor.execute(query, tuple(params))
+            return cursor.fetchall() if cursor.description is not None else []
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        with self.connection.transaction():
+            yield
+
+    def _answered(self) -> AbstractContextManager[object]:
+        """In pipeline mode, wait for all answers at the end of the block; until then nothing is known."""
+        return self.connection.pipeline() if self.connection.pgconn.pipeline_status else nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class _SQLAlchemy(Caller):
+    target: Any  # a Connection or a Session
+    is_session: bool
+    kind: ClassVar[str] = "sqlalchemy"
+
+    def connection(self) -> Any:
+        # A session may use another connection after each commit, so it is asked every time.
+        connection = self.target.connection() if self.is_session else self.target
+        if connection.dialect.name != "postgresql":
+            raise TypeError(f"expected a connection to PostgreSQL, not to {connection.dialect.name}")
+        return connection
+
+    def in_transaction(self) -> bool:
+        # Connection.in_transaction() is True even under AUTOCOMMIT, where begin() is only make-believe.
+        return _driver_in_transaction(self.connection().connection.dbapi_connection)
+
+    def rows(self, query: str, params: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        result = self.connection().exec_driver_sql(query, tuple(params))
+        return [tuple(row) for row in result] if result.returns_rows else []
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        with self.target.begin_nested() if self.target.in_transaction() else self.target.begin():
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Django(Caller):
+    wrapper: Any
+    kind: ClassVar[str] = "django"
+
+    def in_transaction(self) -> bool:
+        return bool(self.wrapper.in_atomic_block or not self.wrapper.get_autocommit())
+
+    def rows(self, query: str, params: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        with self.wrapper.cursor() as cursor:
+            cursor.execute(query, tuple(params))
+            return [tuple(row) for row in cursor.fetchall()] if cursor.description is not None else []
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        with import_module("django.db.transaction").atomic(using=self.wrapper.alias):
+            yield
