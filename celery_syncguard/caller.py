@@ -24,31 +24,16 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar
 
-from celery_syncguard.errors import SyncGuardError
+from celery_syncguard.errors import NotInTransaction
 
 __all__ = ["Caller", "NotInTransaction", "caller"]
 
+_OPENERS = {
+    "psycopg": "`with connection.transaction():`",
+    "sqlalchemy": "`with engine.begin() as connection:`, without isolation_level AUTOCOMMIT",
+    "django": "`with transaction.atomic():`",
+}
 _OUTSIDE = (0, 1)  # libpq's PQTRANS_IDLE and PQTRANS_ACTIVE, the same numbers in psycopg and psycopg2
-
-
-class NotInTransaction(SyncGuardError, RuntimeError):
-    """The connection is in autocommit and no transaction is open, so there is nothing to take part in.
-
-    ``what``: the operation that was refused; ``kind``: "psycopg", "sqlalchemy" or "django".
-    """
-
-    def __init__(self, *, what: str, kind: str) -> None:
-        opener = {
-            "psycopg": "`with connection.transaction():`",
-            "sqlalchemy": '`with engine.begin() as connection:` (and not isolation_level="AUTOCOMMIT")',
-            "django": "`with transaction.atomic():`",
-        }[kind]
-        super().__init__(
-            f"{what} takes part in your transaction, but this {kind} connection is in autocommit and has none; "
-            f"use {opener}"
-        )
-        self.what = what
-        self.kind = kind
 
 
 class Caller(ABC):
@@ -78,9 +63,14 @@ class Caller(ABC):
         """Open a transaction around the block, or a savepoint where one is open already."""
 
     def require_transaction(self, what: str) -> None:
-        """Raise `NotInTransaction`, naming ``what``, unless `in_transaction`; sends no statement that writes."""
+        """Raise `NotInTransaction`, naming ``what``, unless `in_transaction`. Sends no statement of ours."""
         if not self.in_transaction():
-            raise NotInTransaction(what=what, kind=self.kind)
+            raise NotInTransaction(
+                f"{what} takes part in your transaction, but this {self.kind} connection is in autocommit and has none; "
+                f"use {_OPENERS[self.kind]}",
+                what=what,
+                kind=self.kind,
+            )
 
 
 def caller(conn: Any) -> Caller:
