@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar
 
-from celery_syncguard.errors import NotInTransaction
+from celery_syncguard.errors import SyncGuardError
 
 __all__ = ["Caller", "NotInTransaction", "caller"]
 
@@ -34,6 +34,16 @@ _OPENERS = {
     "django": "`with transaction.atomic():`",
 }
 _OUTSIDE = (0, 1)  # libpq's PQTRANS_IDLE and PQTRANS_ACTIVE, the same numbers in psycopg and psycopg2
+
+
+class NotInTransaction(SyncGuardError, RuntimeError):
+    """The connection is in autocommit and no transaction is open, so there is nothing to take part in.
+
+    Attributes: `what` was refused; `kind` is "psycopg", "sqlalchemy" or "django".
+    """
+
+    what: str = ""
+    kind: str = ""
 
 
 class Caller(ABC):

@@ -1,0 +1,366 @@
+"""Revisions: a counter per owner that moves in the transaction of the row it stamps, for readers that pull by cursor.
+
+The row lock that an allocation takes lasts to the end of the transaction, so the revisions of one owner become visible
+in their order, without gaps that fill later: whoever has seen revision 7 has been able to see 1 to 6. A sequence does
+not promise that. The price is that the writers of one owner take turns, each for a whole transaction.
+
+Invariants:
+
+- Everything happens in the caller's transaction; a rollback returns the number.
+- The first revision is 1. Nothing here ever lowers a counter or a horizon.
+- Locks are taken in one order (the owner id's), and a purge waits for none.
+
+The tables are the application's: their SQL is for copying (`copy_sql`), and nothing here creates them. Not here: what a
+pull looks like on the wire, and which of two writes wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+from uuid import UUID
+
+from psycopg import sql
+
+from celery_syncguard.caller import Caller, caller
+from celery_syncguard.errors import SyncGuardError
+
+__all__ = [
+    "POSTGRES_MIGRATION_SQL",
+    "POSTGRES_RENAME_SQL",
+    "PurgedBatch",
+    "ResyncRequired",
+    "UnknownOwner",
+    "copy_sql",
+    "current_revision",
+    "current_revision_for_update",
+    "ensure_owner",
+    "guard_pull",
+    "next_revision",
+    "next_revisions",
+    "purge_tombstones",
+]
+
+POSTGRES_MIGRATION_SQL: str
+POSTGRES_RENAME_SQL: str
+
+
+class UnknownOwner(SyncGuardError, LookupError):
+    """An owner without a row in `sync_revisions`; `ensure_owner` makes it. Attribute: `owner_ids`."""
+
+    owner_ids: tuple[UUID, ...] = ()
+
+
+class ResyncRequired(SyncGuardError):
+    """A cursor from which not every change can be told any more: the reader starts again from cursor 0.
+
+    Attributes: `owner_id`; `cursor`; `horizon`, below which deletions are forgotten; `current`, the newest revision.
+    """
+
+    owner_id: UUID
+    cursor: int = 0
+    horizon: int = 0
+    current: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PurgedBatch:
+    """What one `purge_tombstones` removed: how many `rows`, and the `horizons` of their owners afterwards."""
+
+    rows: int
+    horizons: dict[UUID, int]
+
+
+def ensure_owner(conn: Any, owner_id: UUID | str) -> None:
+    """Make the owner's counter, at 0; harmless where it exists.
+
+    Args:
+        conn: the caller's connection (`caller.caller` says which).
+        owner_id: a UUID or the text of one.
+
+    Raises:
+        NotInTransaction: the connection is in autocommit and no transaction is open.
+    """
+    _within(conn, "ensure_owner").rows(
+        "insert into sync_revisions (owner_id) values (%s::uuid) on conflict (owner_id) do nothing",
+        [_text(owner_id)],
+    )
+
+
+def next_revision(conn: Any, owner_id: UUID | str) -> int:
+    """Allocate the owner's next revision, for the row that this transaction writes.
+
+    Other writers of the same owner wait until the transaction ends; those of other owners do not. For several owners
+    in one transaction use `next_revisions`: two transactions that take two owners in opposite order deadlock.
+
+    Args:
+        conn: the caller's connection (`caller.caller` says which).
+        owner_id: a UUID or the text of one.
+
+    Raises:
+        UnknownOwner: the owner has no counter.
+        NotInTransaction: the connection is in autocommit and no transaction is open.
+    """
+    rows = _within(conn, "next_revision").rows(
+        """
+        update sync_revisions
+        set last_revision = last_revision + 1
+        where owner_id = %s::uuid
+        returning last_revision
+        """,
+        [_text(owner_id)],
+    )
+    if not rows:
+        raise _unknown([_owner(owner_id)])
+    return int(rows[0][0])
+
+
+def next_revisions(conn: Any, owner_ids: Iterable[UUID | str]) -> dict[UUID, int]:
+    """Allocate one revision for each of several owners, in one statement and in the order of their ids.
+
+    Args:
+        conn: the caller's connection (`caller.caller` says which).
+        owner_ids: UUIDs or their texts; repeated ones count once.
+
+    Raises:
+        UnknownOwner: at least one owner has no counter; no revision was allocated for any.
+        NotInTransaction: the connection is in autocommit and no transaction is open.
+    """
+    session = _within(conn, "next_revisions")
+    wanted = sorted({_owner(owner_id) for owner_id in owner_ids})
+    # An update alone would lock rows in the order of its plan; two of those can deadlock.
+    rows = session.rows(
+        """
+        with locked as (
+            select counters.owner_id
+            from sync_revisions as counters
+            where counters.owner_id = any(%s::uuid[])
+            order by counters.owner_id
+            for no key update
+        )
+        update sync_revisions as counters
+        set last_revision = counters.last_revision + 1
+        from locked
+        where counters.owner_id = locked.owner_id
+          and (select count(*) from locked) = %s
+        returning counters.owner_id::text, counters.last_revision
+        """,
+        [[str(owner) for owner in wanted], len(wanted)],
+    )
+    revisions = {UUID(owner_id): int(revision) for owner_id, revision in rows}
+    if len(revisions) < len(wanted):
+        known = session.rows(
+            "select owner_id::text from sync_revisions where owner_id = any(%s::uuid[])",
+            [[str(owner) for owner in wanted]],
+        )
+        raise _unknown(sorted(set(wanted) - {UUID(owner_id) for (owner_id,) in known}))
+    return {owner: revisions[owner] for owner in wanted}
+
+
+def current_revision(conn: Any, owner_id: UUID | str) -> int | None:
+    """Return the owner's newest revision, or `None` for an owner without a counter; takes no lock.
+
+    Args:
+        conn: the caller's connection (`caller.caller` says which).
+        owner_id: a UUID or the text of one.
+
+    Raises:
+        NotInTransaction: the connection is in autocommit and no transaction is open.
+    """
+    rows = _within(conn, "current_revision").rows(
+        "select last_revision from sync_revisions where owner_id = %s::uuid", [_text(owner_id)]
+    )
+    return int(rows[0][0]) if rows else None
+
+
+def current_revision_for_update(conn: Any, owner_id: UUID | str) -> int | None:
+    """Return the owner's newest revision and let nobody allocate another before this transaction ends.
+
+    For a write that depends on a read. `None`, and no lock, for an owner without a counter. Pulls do not wait for it.
+
+    Args:
+        conn: the caller's connection (`caller.caller` says which).
+        owner_id: a UUID or the text of one.
+
+    Raises:
+        NotInTransaction: the connection is in autocommit and no transaction is open.
+    """
+    rows = _within(conn, "current_revision_for_update").rows(
+        # The lock that an allocation takes, and no stronger one: "for update" would stop pulls as well.
+        "select last_revision from sync_revisions where owner_id = %s::uuid for no key update",
+        [_text(owner_id)],
+    )
+    return int(rows[0][0]) if rows else None
+
+
+def guard_pull(conn: Any, owner_id: UUID | str, cursor: int) -> int:
+    """Make sure that the rows after `cursor` tell everything, and return the cursor for after this pull.
+
+    Call it first in the transaction that pulls, then read every synced table with
+    `where owner_id = … and revision > cursor and revision <= bound`, where `bound` is what this returned: several
+    tables, read by several statements, so agree with each other. Until the transaction ends no purge removes anything
+    of this owner; writers are not held up. The transaction must be able to lock rows: not on a replica, not read only.
+
+    Args:
+        conn: the caller's connection (`caller.caller` says which).
+        owner_id: a UUID or the text of one.
+        cursor: the bound of the reader's last pull; 0 for everything, which is always served.
+
+    Raises:
+        ResyncRequired: deletions after the cursor have been purged, or the cursor is from a future that this database
+            does not know (it was restored from a backup, or failed over and lost commits).
+        UnknownOwner: the owner has no counter.
+        NotInTransaction: the connection is in autocommit and no transaction is open.
+    """
+    if isinstance(cursor, bool) or not isinstance(cursor, int) or cursor < 0:  # type: ignore[redundant-expr]
+        raise ValueError(f"a cursor is an int >= 0, not {cursor!r}")
+    owner = _owner(owner_id)
+    session = _within(conn, "guard_pull")
+    # Two statements: the lock may wait for a purge to commit, and only a statement begun after that sees its horizon.
+    if not session.rows("select 1 from sync_revisions where owner_id = %s::uuid for key share", [str(owner)]):
+        raise _unknown([owner])
+    rows = session.rows(
+        """
+        select counters.last_revision, coalesce(horizons.horizon_revision, 0)
+        from sync_revisions as counters
+        left join sync_purge_horizons as horizons on horizons.owner_id = counters.owner_id
+        where counters.owner_id = %s::uuid
+        """,
+        [str(owner)],
+    )
+    current, horizon = (int(value) for value in rows[0])
+    if cursor > current or 0 < cursor < horizon:
+        reason = f"is above the newest revision {current}" if cursor > current else f"is below the horizon {horizon}"
+        raise ResyncRequired(
+            f"cursor {cursor} of owner {owner} {reason}: start again from cursor 0",
+            owner_id=owner,
+            cursor=cursor,
+            horizon=horizon,
+            current=current,
+        )
+    return current
+
+
+def purge_tombstones(
+    conn: Any, table: str | tuple[str, str], *, older_than: float | timedelta, limit: int = 1000
+) -> PurgedBatch:
+    """Remove one batch of old tombstones from a synced table and raise the horizons of their owners.
+
+    Waits for nobody: rows and owners that a writer, a pull or another purge has locked are left for a later call. The
+    owners of removed rows stay locked until the transaction ends, so use one transaction per batch and call again
+    until `rows` is 0. Tombstones of an owner without a counter stay.
+
+    Args:
+        conn: the caller's connection (`caller.caller` says which).
+        table: the name of a table with the columns id, owner_id, deleted_at and revision, or (schema, name). Quoted.
+        older_than: seconds (or a timedelta) since `deleted_at`, by the database's clock.
+        limit: rows in one batch.
+
+    Raises:
+        ValueError: a negative age, or a limit below 1.
+        NotInTransaction: the connection is in autocommit and no transaction is open.
+    """
+    age = older_than.total_seconds() if isinstance(older_than, timedelta) else float(older_than)
+    if not age >= 0 or limit < 1:
+        raise ValueError(f"older_than is seconds >= 0 and limit at least 1, not {older_than!r} and {limit!r}")
+    name = sql.Identifier(*([table] if isinstance(table, str) else table)).as_string(None).replace("%", "%%")
+    rows = _within(conn, "purge_tombstones").rows(_PURGE.replace("{table}", name), [age, limit])
+    return PurgedBatch(
+        rows=sum(int(count) for _, count, _ in rows),
+        horizons={UUID(owner_id): int(horizon) for owner_id, _, horizon in rows},
+    )
+
+
+# "for update" of the counter is what a pull's "for key share" keeps out. Both locks are taken by the scan that counts
+# to the limit, so that a busy owner's tombstones do not use it up.
+_PURGE = """
+with candidates as (
+    select tombstones.id, tombstones.owner_id
+    from {table} as tombstones
+    join sync_revisions as counters on counters.owner_id = tombstones.owner_id
+    where tombstones.deleted_at < clock_timestamp() - make_interval(secs => %s)
+    order by tombstones.deleted_at
+    limit %s
+    for update of tombstones, counters skip locked
+),
+purged as (
+    delete from {table} as tombstones
+    using candidates
+    where tombstones.id = candidates.id and tombstones.owner_id = candidates.owner_id
+    returning tombstones.owner_id, tombstones.revision
+),
+batches as (
+    select purged.owner_id, count(*) as purged_rows, max(purged.revision) as newest
+    from purged
+    group by purged.owner_id
+),
+raised as (
+    insert into sync_purge_horizons as horizons (owner_id, horizon_revision)
+    select batches.owner_id, greatest(batches.newest, 1)
+    from batches
+    on conflict (owner_id) do update
+    set horizon_revision = greatest(horizons.horizon_revision, excluded.horizon_revision),
+        updated_at = clock_timestamp()
+    returning horizons.owner_id, horizons.horizon_revision
+)
+select batches.owner_id::text, batches.purged_rows, raised.horizon_revision
+from batches
+join raised on raised.owner_id = batches.owner_id
+order by batches.owner_id
+"""
+
+
+def copy_sql(name: Literal["revisions", "revisions-rename"]) -> str:
+    """Return SQL to copy into the application's own migrations.
+
+    Args:
+        name: "revisions", the tables and the convention for synced ones; "revisions-rename", once, from `user_id`.
+
+    Raises:
+        ValueError: another name.
+    """
+    if name not in ("revisions", "revisions-rename"):
+        raise ValueError(f"there is SQL to copy for 'revisions' and 'revisions-rename', not for {name!r}")
+    package = Path(__file__).parent
+    for folder in (package / "migrations", package.parent / "migrations"):  # the wheel's, the checkout's
+        file = folder / "copy" / f"{name}.sql"
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+    raise FileNotFoundError(f"{name}.sql is missing from this installation")
+
+
+def __getattr__(name: str) -> str:
+    if name == "POSTGRES_MIGRATION_SQL":
+        return copy_sql("revisions")
+    if name == "POSTGRES_RENAME_SQL":
+        return copy_sql("revisions-rename")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _within(conn: Any, what: str) -> Caller:
+    session = caller(conn)
+    session.require_transaction(what)
+    return session
+
+
+def _owner(owner_id: UUID | str) -> UUID:
+    if isinstance(owner_id, UUID):
+        return owner_id
+    if not isinstance(owner_id, str):
+        raise TypeError(f"an owner id is a UUID or the text of one, not {type(owner_id).__name__}")
+    return UUID(owner_id)
+
+
+def _text(owner_id: UUID | str) -> str:
+    return str(_owner(owner_id))
+
+
+def _unknown(owners: Iterable[UUID]) -> UnknownOwner:
+    owner_ids = tuple(owners)
+    return UnknownOwner(
+        f"no revision counter for {', '.join(map(str, owner_ids))}; call ensure_owner when the owner is created",
+        owner_ids=owner_ids,
+    )
