@@ -1,0 +1,286 @@
+"""Fixtures: servers that start when the first test wants them, and databases and queues that no two tests share.
+
+A server is taken from SYNCGUARD_TEST_DSN, SYNCGUARD_TEST_REDIS_URL or SYNCGUARD_TEST_AMQP_URL where those are set.
+A test whose server this machine does not have is deselected, and the last lines of the run say so in red; under
+CI=true the run fails instead. Nothing is ever skipped.
+
+Not here: tasks and applications (they lie beside their tests) and the fixtures' own code (`tests/fixtures`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import ssl
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from tests.fixtures import servers
+from tests.fixtures.cluster import Broker, CeleryTestSetup
+from tests.fixtures.history import History
+from tests.fixtures.proxy import Proxy
+
+# Which fixture needs which server. A parametrised broker needs the one in its parameter, see `_servers_of`.
+_NEEDS = {
+    "pg_server": "pg",
+    "private_pg": "pg",
+    "redis_url": "redis",
+    "amqp_url": "rabbitmq",
+    "pgbouncer": "pgbouncer",
+}
+
+
+# --- missing servers ------------------------------------------------------------------------------------------------
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Fixtures stop what they started when the run is told to end, as they do after Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reasons = {name: servers.missing(name) for name in ("pg", "redis", "rabbitmq", "pgbouncer")}
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
+    for item in items:
+        (dropped if any(reasons[name] for name in _servers_of(item)) else kept).append(item)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+        config.stash[_DROPPED] = (len(dropped), [reason for reason in reasons.values() if reason])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    count, reasons = config.stash.get(_DROPPED, (0, []))
+    if count:
+        terminalreporter.write_sep("!", f"{count} TESTS DID NOT RUN: a server is missing", red=True, bold=True)
+        for reason in reasons:
+            terminalreporter.write_line(reason, red=True)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.stash.get(_DROPPED, (0, []))[0] and os.environ.get("CI") == "true":
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+_DROPPED = pytest.StashKey[tuple[int, list[str]]]()
+
+
+def _servers_of(item: pytest.Item) -> set[str]:
+    names = {_NEEDS[name] for name in getattr(item, "fixturenames", ()) if name in _NEEDS}
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    for fixture in ("broker", "private_broker"):
+        if fixture in parameters:
+            names |= {parameters[fixture], "redis"}  # results go to Redis with either broker
+    return names
+
+
+# --- PostgreSQL -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def pg_server() -> Iterator[servers.PostgresServer | servers.GivenPostgres]:
+    """The server that the tests share. A test that restarts it, changes its settings or reads its log takes
+    `private_pg`."""
+    if dsn := os.environ.get("SYNCGUARD_TEST_DSN"):
+        yield servers.GivenPostgres(dsn)
+        return
+    with servers.PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture
+def private_pg() -> Iterator[servers.PostgresServer]:
+    """A server for this test alone, ready in a second: restart it, kill it, freeze it, read its log."""
+    with servers.PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture
+def private_dsn(private_pg: servers.PostgresServer) -> str:
+    """A migrated database on `private_pg`."""
+    private_pg.execute("create database syncguard")
+    dsn = private_pg.dsn("syncguard")
+    _migrate(dsn)
+    return dsn
+
+
+@pytest.fixture(scope="session")
+def _template(pg_server: servers.PostgresServer) -> Iterator[str]:
+    name = f"template_{uuid.uuid4().hex[:12]}"
+    pg_server.execute(f"create database {name}")
+    _migrate(pg_server.dsn(name))
+    yield name
+    pg_server.execute(f"drop database if exists {name} with (force)")
+
+
+@pytest.fixture
+def pg_dsn(pg_server: servers.PostgresServer, _template: str) -> Iterator[str]:
+    """A database for this test alone, with our schema."""
+    yield from _database(pg_server, template=_template)
+
+
+@pytest.fixture
+def empty_dsn(pg_server: servers.PostgresServer) -> Iterator[str]:
+    """A database for this test alone, without our schema."""
+    yield from _database(pg_server, template="template1")
+
+
+@pytest.fixture
+def pgbouncer(pg_server: servers.PostgresServer) -> Iterator[servers.PgBouncer]:
+    """A pooler in transaction mode with two server connections, in front of `pg_server`."""
+    with servers.PgBouncer(upstream_port=pg_server.port) as pooler:
+        yield pooler
+
+
+@pytest.fixture
+def pgbouncer_dsn(pg_dsn: str, pgbouncer: servers.PgBouncer) -> str:
+    """The database of `pg_dsn` as seen through `pgbouncer`."""
+    return pgbouncer.dsn(pg_dsn.rpartition("/")[2])
+
+
+@pytest.fixture
+def pg_proxy(pg_server: servers.PostgresServer) -> Iterator[Proxy]:
+    """A TCP proxy in front of `pg_server` that can cut, stall, refuse and swallow; see `pg_proxy.dsn(pg_dsn)`."""
+    with Proxy(pg_server.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def history(pg_dsn: str) -> Iterator[History]:
+    """The append-only record of what task bodies did, in the database of `pg_dsn`."""
+    with History(pg_dsn) as record:
+        record.create()
+        yield record
+
+
+def _migrate(dsn: str) -> None:
+    from celery_syncguard.migrate import migrate
+
+    migrate(dsn)
+
+
+def _database(server: servers.PostgresServer, *, template: str) -> Iterator[str]:
+    name = f"test_{uuid.uuid4().hex[:12]}"
+    server.execute(f"create database {name} template {template}")
+    yield server.dsn(name)
+    server.execute(f"drop database if exists {name} with (force)")
+
+
+# --- brokers and Celery ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    """URL of the Redis-protocol server that the tests share, without a database number."""
+    if url := os.environ.get("SYNCGUARD_TEST_REDIS_URL"):
+        yield url.rstrip("/").removesuffix("/0")
+        return
+    with servers.ValkeyServer() as server:
+        yield server.url().removesuffix("/0")
+
+
+@pytest.fixture(scope="session")
+def amqp_url() -> Iterator[str]:
+    """URL of the RabbitMQ node that the tests share."""
+    if url := os.environ.get("SYNCGUARD_TEST_AMQP_URL"):
+        yield url
+        return
+    with servers.RabbitServer() as server:
+        yield server.url()
+
+
+@pytest.fixture
+def redis_db(redis_url: str) -> Iterator[str]:
+    """URL of a Redis database that no other test uses, empty before and after."""
+    import redis
+
+    with redis.Redis.from_url(f"{redis_url}/0") as client:
+        databases = int(client.config_get("databases")["databases"])
+    url = f"{redis_url}/{1 + next(_redis_databases) % (databases - 1)}"
+    with redis.Redis.from_url(url) as client:
+        client.flushdb()
+        yield url
+        client.flushdb()
+
+
+_redis_databases = itertools.count()
+
+
+@pytest.fixture(params=["redis", "rabbitmq"])
+def broker(request: pytest.FixtureRequest, redis_db: str) -> Broker:
+    """Each test runs on both brokers, with a queue (and a Redis database) of its own. Results go to Redis.
+
+    A test for one of them says `@pytest.mark.parametrize("broker", ["redis"], indirect=True)`.
+    """
+    queue = f"test-{uuid.uuid4().hex[:12]}"
+    url = redis_db if request.param == "redis" else request.getfixturevalue("amqp_url")
+    return Broker(kind=request.param, url=url, queue=queue, result_backend=redis_db)
+
+
+@pytest.fixture
+def broker_url(broker: Broker) -> str:
+    """URL of `broker`."""
+    return broker.url
+
+
+@pytest.fixture(params=["redis", "rabbitmq"])
+def private_broker(request: pytest.FixtureRequest, redis_db: str) -> Iterator[Broker]:
+    """Like `broker`, on a server for this test alone, as `private_broker.server`: restart it, kill it, freeze it."""
+    kind = servers.ValkeyServer if request.param == "redis" else servers.RabbitServer
+    with kind() as server:
+        queue = f"test-{uuid.uuid4().hex[:12]}"
+        yield Broker(kind=request.param, url=server.url(), queue=queue, result_backend=redis_db, server=server)
+
+
+class StartSetup(Protocol):
+    """What `celery_setup` gives: a function that takes what `CeleryTestSetup` takes, with defaults."""
+
+    def __call__(self, module: str, **options: Any) -> CeleryTestSetup: ...
+
+
+@pytest.fixture
+def celery_setup(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[StartSetup]:
+    """Make the setup of this test: `setup = celery_setup("tests.acceptance.tasks_of_retries", conf={...})`.
+
+    Unless told otherwise (`broker=`, `dsn=`) it uses the fixtures `broker` and `pg_dsn`, which the test has to
+    request, since they decide how often it runs and what it needs. Nodes are killed when the test ends, and their
+    logs are shown when it failed.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def start(module: str, **options: Any) -> CeleryTestSetup:
+            options.setdefault("broker", request.node.funcargs.get("broker"))
+            options.setdefault("dsn", request.node.funcargs.get("pg_dsn"))
+            if (direct := request.node.funcargs.get("pg_dsn")) is not None:
+                options.setdefault("history_dsn", direct)
+            options.setdefault("folder", tmp_path)
+            assert options["broker"] is not None, "request the fixture `broker`, or pass broker="
+            assert options["dsn"] is not None, "request the fixture `pg_dsn`, or pass dsn="
+            setup = CeleryTestSetup(module, **options)
+            stack.callback(lambda: print(setup.logs()))
+            return stack.enter_context(setup)
+
+        yield start
+
+
+# --- TLS ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tls_proxy(pg_server: servers.PostgresServer) -> Iterator[Proxy]:
+    """A proxy in front of `pg_server` that speaks TLS with its clients: `tls_proxy.dsn(pg_dsn) + "?sslmode=require"`."""
+    import trustme
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    trustme.CA().issue_cert("localhost").configure_cert(context)
+    with Proxy(pg_server.port, tls=context) as proxy:
+        yield proxy
