@@ -1,0 +1,127 @@
+"""Stamps on messages: the sender's clock travels with every task, and the worker's clock overtakes it.
+
+A published message carries a stamp in the header `syncguard_hlc`. The worker observes it before the body runs, so
+whatever the body stamps (`clock_for(self.app).now()`, or `self.hlc.now()` in a LockedTask) sorts after whatever its
+sender had stamped, and so on down a chain, whatever the clocks of the machines say.
+
+Invariants:
+
+- A message without a stamp, with a malformed one or with one from the far future runs like any other.
+- Publishing never fails because of a stamp.
+
+Not here: the clock itself (`hlc`), and when an application wants all this (`binding`).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import MutableMapping
+from typing import Any
+
+from celery import signals
+
+from celery_syncguard.events import logger
+from celery_syncguard.hlc import HlcError, HybridLogicalClock
+
+__all__ = ["HEADER", "MAX_DRIFT", "clock_for", "install_stamps"]
+
+HEADER = "syncguard_hlc"
+# Seconds. Machines without NTP are hours off at worst, a stamp in the wrong unit or from a broken battery clock years.
+MAX_DRIFT = 24 * 3600.0
+
+_ATTRIBUTE = "_syncguard_stamps"
+
+
+def clock_for(app: Any) -> HybridLogicalClock:
+    """Return the clock of this process for an application; made at the first call, with `MAX_DRIFT`.
+
+    Args:
+        app: a Celery application.
+    """
+    return _stamps_of(app).clock
+
+
+def install_stamps(app: Any, clock: HybridLogicalClock | None = None) -> HybridLogicalClock:
+    """Stamp what this process publishes, observe what it runs for `app`, and return the clock that does it.
+
+    Harmless when repeated. Works for every task of the application, whatever its class.
+
+    Args:
+        app: a Celery application.
+        clock: used from now on instead of `clock_for`'s own.
+    """
+    stamps = _stamps_of(app)
+    if clock is not None:
+        stamps.clock = clock
+    stamps.connect()
+    return stamps.clock
+
+
+class _Stamps:
+    """An application's clock and its two signal handlers; lives in the application, so that it dies with it."""
+
+    def __init__(self, app: Any) -> None:
+        self._app_id = id(app)
+        self.clock = HybridLogicalClock(
+            f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}", max_drift=MAX_DRIFT
+        )
+
+    def connect(self) -> None:
+        signals.before_task_publish.connect(self._stamp)
+        signals.task_prerun.connect(self._observe)
+
+    def _stamp(self, headers: MutableMapping[str, Any] | None = None, **_: Any) -> None:
+        # The signal does not say which application publishes. So every one in this process that is installed stamps,
+        # each overtaking the one before: the message comes after all that any of them has stamped.
+        if headers is None:
+            return
+        earlier = headers.pop(HEADER, None)  # another application's, or a retry's own from its first sending
+        try:
+            stamp = self.clock.now() if earlier is None else self._overtake(earlier)
+        except HlcError as exc:
+            logger.warning("message sent without a stamp: %s", exc, extra={"event": "stamp_failed"})
+            return
+        headers[HEADER] = int(stamp)
+
+    def _overtake(self, earlier: Any) -> int:
+        try:
+            return self.clock.observe(earlier)
+        except HlcError as exc:
+            _ignored(earlier, exc)
+            return self.clock.now()
+
+    def _observe(self, sender: Any = None, task_id: str | None = None, **_: Any) -> None:
+        if id(_real(sender.app)) != self._app_id:
+            return
+        request = sender.request
+        stamp = request.get(HEADER) or (request.headers or {}).get(HEADER)
+        if stamp is None:
+            return  # sent by a producer without this library
+        try:
+            self.clock.observe(stamp)
+        except HlcError as exc:
+            _ignored(stamp, exc, task_id=task_id)
+
+
+def _stamps_of(app: Any) -> _Stamps:
+    real = _real(app)
+    found: _Stamps | None = real.__dict__.get(_ATTRIBUTE)
+    # setdefault, because two threads may be the first to ask.
+    return found if found is not None else real.__dict__.setdefault(_ATTRIBUTE, _Stamps(real))
+
+
+def _real(app: Any) -> Any:
+    """The application itself where `celery.current_app` or another proxy stands for it."""
+    current = getattr(app, "_get_current_object", None)
+    return app if current is None else current()
+
+
+def _ignored(stamp: Any, exc: HlcError, *, task_id: str | None = None) -> None:
+    logger.warning(
+        "ignored the stamp of a message%s: %s",
+        f" (task {task_id})" if task_id else "",
+        exc,
+        extra={"event": "stamp_ignored", "task_id": task_id, "stamp": repr(stamp)[:80]},
+    )
