@@ -1,0 +1,84 @@
+"""Locks, dedup, a single leader and ordered writes for Celery, on the PostgreSQL that is there already.
+
+Names are loaded when they are first used, so that `celery_syncguard.hlc` needs neither Celery nor psycopg.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from celery_syncguard.caller import NotInTransaction
+    from celery_syncguard.errors import (
+        DuplicateTask,
+        ImproperlyConfigured,
+        InvalidKey,
+        LeaseLost,
+        LockHeld,
+        NoLease,
+        SchemaBehind,
+        StoreUnavailable,
+        SyncGuardError,
+        TooManyDeaths,
+    )
+    from celery_syncguard.guard import SyncGuard
+    from celery_syncguard.key import Fence
+    from celery_syncguard.lease import Lease
+    from celery_syncguard.skipped import SKIPPED, Skipped
+    from celery_syncguard.task import LockedTask
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "DuplicateTask": "errors",
+    "Fence": "key",
+    "ImproperlyConfigured": "errors",
+    "InvalidKey": "errors",
+    "Lease": "lease",
+    "LeaseLost": "errors",
+    "LockHeld": "errors",
+    "LockedTask": "task",
+    "NoLease": "errors",
+    "NotInTransaction": "caller",
+    "SKIPPED": "skipped",
+    "SchemaBehind": "errors",
+    "Skipped": "skipped",
+    "StoreUnavailable": "errors",
+    "SyncGuard": "guard",
+    "SyncGuardError": "errors",
+    "TooManyDeaths": "errors",
+}
+
+__all__ = [
+    "SKIPPED",
+    "DuplicateTask",
+    "Fence",
+    "ImproperlyConfigured",
+    "InvalidKey",
+    "Lease",
+    "LeaseLost",
+    "LockHeld",
+    "LockedTask",
+    "NoLease",
+    "NotInTransaction",
+    "SchemaBehind",
+    "Skipped",
+    "StoreUnavailable",
+    "SyncGuard",
+    "SyncGuardError",
+    "TooManyDeaths",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

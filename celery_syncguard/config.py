@@ -1,0 +1,123 @@
+"""Settings: Celery configuration names, defaults, and the checks of each value and of the values against each other.
+
+Not here: options of one task (`options`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from celery_syncguard.errors import ImproperlyConfigured, InvalidKey
+from celery_syncguard.key import normalize_key
+from celery_syncguard.lease import seconds, ttl_seconds
+
+__all__ = ["CATCH_UP", "DEFAULT_TTL", "Settings", "suggest"]
+
+PREFIX = "syncguard_"
+DEFAULT_TTL = 30.0
+CATCH_UP = ("one", "skip", "all")
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'x'?"` or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """The `syncguard_*` settings of one application, checked. Seconds are floats."""
+
+    dsn: str = ""
+    schema: str | None = None
+    pool_size: int = 2
+    timeout: float = 5.0
+    lock_ttl: float = DEFAULT_TTL
+    leader_key: str = "beat"
+    leader_ttl: float = 15.0
+    beat_scheduler: str | None = None
+    catch_up: str = "one"
+    hlc: bool = False
+
+    @classmethod
+    def from_mapping(cls, conf: Mapping[str, Any]) -> Settings:
+        """The settings among a Celery configuration's keys (any case, any namespace already removed).
+
+        Raises:
+            ImproperlyConfigured: an unknown `syncguard_*` name (with a suggestion), or a value that cannot be meant.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        values: dict[str, Any] = {}
+        for key in conf:
+            if not isinstance(key, str) or not key.lower().startswith(PREFIX):
+                continue
+            name = key.lower()[len(PREFIX) :]
+            if name not in known:
+                raise ImproperlyConfigured(
+                    f"unknown setting {PREFIX}{name!s}{suggest(PREFIX + name, [PREFIX + one for one in known])}"
+                )
+            if conf[key] is not None:
+                values[name] = conf[key]
+        if not values.get("dsn"):
+            values["dsn"] = os.environ.get("SYNCGUARD_DSN", "")
+        return cls(**values)
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen, set once here
+        if not isinstance(self.dsn, str):
+            raise ImproperlyConfigured(f"syncguard_dsn is a connection string, got {type(self.dsn).__name__}")
+        check_dsn(self.dsn)
+        if self.schema is not None and (not isinstance(self.schema, str) or not self.schema or "\0" in self.schema):
+            raise ImproperlyConfigured(f"syncguard_schema is the name of a schema, got {self.schema!r}")
+        if isinstance(self.pool_size, bool) or not isinstance(self.pool_size, int) or not 2 <= self.pool_size <= 1000:
+            raise ImproperlyConfigured(
+                f"syncguard_pool_size is a number of connections per process from 2 (one to work, one to renew) to "
+                f"1000, got {self.pool_size!r}"
+            )
+        put("timeout", seconds(self.timeout, what="syncguard_timeout", minimum=0.1, maximum=300.0))
+        put("lock_ttl", ttl_seconds(self.lock_ttl, what="syncguard_lock_ttl"))
+        put("leader_ttl", seconds(self.leader_ttl, what="syncguard_leader_ttl", minimum=3.0, maximum=3600.0))
+        try:
+            put("leader_key", normalize_key(self.leader_key, what="syncguard_leader_key"))
+        except InvalidKey as exc:
+            raise ImproperlyConfigured(str(exc)) from exc
+        if self.catch_up not in CATCH_UP:
+            raise ImproperlyConfigured(
+                f"syncguard_catch_up is one of {', '.join(map(repr, CATCH_UP))}, got {self.catch_up!r}"
+            )
+        if not isinstance(self.hlc, bool):
+            raise ImproperlyConfigured(f"syncguard_hlc is True or False, got {self.hlc!r}")
+        if self.beat_scheduler is not None and not isinstance(self.beat_scheduler, (str, type)):
+            raise ImproperlyConfigured(
+                f"syncguard_beat_scheduler is a scheduler class or its dotted name, got {self.beat_scheduler!r}"
+            )
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the dsn asks for the memory store."""
+        return self.dsn.startswith("memory:")
+
+
+def check_dsn(dsn: str) -> None:
+    """Refuse a dsn that is certainly not PostgreSQL's, without connecting and without repeating a password.
+
+    Raises:
+        ImproperlyConfigured: the URL is for another kind of database.
+    """
+    scheme = urlsplit(dsn).scheme if "://" in dsn else ""
+    if not dsn or scheme in ("", "postgres", "postgresql", "memory"):
+        return
+    base = scheme.split("+", 1)[0]
+    if base in ("postgres", "postgresql"):
+        raise ImproperlyConfigured(
+            f"syncguard_dsn is a libpq connection string: write postgresql://… instead of {scheme}://…"
+        )
+    raise ImproperlyConfigured(
+        f"syncguard_dsn is for {scheme}, but locks live in PostgreSQL: use postgresql://user@host/database "
+        f"(or memory:// in tests)"
+    )

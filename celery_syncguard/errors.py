@@ -1,0 +1,101 @@
+"""Everything that this library raises. An error is a fact: what it knows is in its attributes.
+
+Everyday answers (a lock that is held, a release that came too late) are values, not errors; they become errors only
+where the caller asked for one (`lock_on_held="raise"`, `hold(...)` without success).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "DuplicateTask",
+    "ImproperlyConfigured",
+    "InvalidKey",
+    "LeaseLost",
+    "LockHeld",
+    "NoLease",
+    "SchemaBehind",
+    "StoreUnavailable",
+    "SyncGuardError",
+    "TooManyDeaths",
+]
+
+
+class SyncGuardError(Exception):
+    """The root of all errors here. `facts` are set as attributes and survive pickling."""
+
+    def __init__(self, message: str = "", **facts: Any) -> None:
+        super().__init__(message)
+        self.__dict__.update(facts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, dict(self.__dict__))
+
+
+def _rebuild(cls: type[SyncGuardError], args: tuple[Any, ...], facts: dict[str, Any]) -> SyncGuardError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(facts)
+    return error
+
+
+class ImproperlyConfigured(SyncGuardError, ValueError):
+    """A setting, an option or an argument that cannot be meant. Raised before any I/O."""
+
+
+class InvalidKey(SyncGuardError, ValueError):
+    """A key that cannot name a lock: empty, too long, not text, reserved. Raised before any I/O."""
+
+
+class LockHeld(SyncGuardError):
+    """Another lease is live on the key.
+
+    Attributes: `key`; `holder` (text for people or None); `task_id` of the holder or None; `lock_id`; `since` seconds
+    since the holder acquired; `remaining` seconds until its lease ends unless it renews.
+    """
+
+    key: str = ""
+    holder: str | None = None
+    task_id: str | None = None
+    lock_id: str | None = None
+    since: float | None = None
+    remaining: float | None = None
+
+
+class LeaseLost(SyncGuardError):
+    """This process may no longer act on the lease. Attributes: `key`, `lock_id`, `fence`, `reason`."""
+
+    key: str = ""
+    lock_id: str = ""
+    fence: int = 0
+    reason: str = ""
+
+
+class NoLease(SyncGuardError, RuntimeError):
+    """There is no lease here: the code does not run under a lock, or the lease was released."""
+
+
+class DuplicateTask(SyncGuardError):
+    """The work is already queued or running. Attributes: `task_id`, `key`, `holder`, `age` in seconds."""
+
+    task_id: str = ""
+    key: str = ""
+    holder: str | None = None
+    age: float = 0.0
+
+
+class TooManyDeaths(SyncGuardError):
+    """The process that ran this task died again and again. Attributes: `task_id`, `key`, `deaths`."""
+
+    task_id: str = ""
+    key: str = ""
+    deaths: int = 0
+
+
+class StoreUnavailable(SyncGuardError):
+    """The database did not answer, or refused to: whether the statement took effect is unknown."""
+
+
+class SchemaBehind(SyncGuardError):
+    """The database lacks our schema, or has an older or an edited one. The message names the command that helps."""

@@ -1,0 +1,313 @@
+"""SyncGuard, the front door: acquire, hold, inspect, close.
+
+One per application and database. It opens nothing until it is asked something, and in a forked child it starts afresh.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any
+
+from celery_syncguard import clock, fencing
+from celery_syncguard.config import Settings
+from celery_syncguard.errors import LockHeld, NoLease, StoreUnavailable
+from celery_syncguard.events import Events, logger
+from celery_syncguard.key import new_lock_id, normalize_key, public_key
+from celery_syncguard.lease import Lease, seconds, ttl_seconds
+from celery_syncguard.memory import MemoryStore
+from celery_syncguard.postgres import PostgresStore
+from celery_syncguard.process import default_holder, forget_in_children, process_id
+from celery_syncguard.renewer import Renewer
+from celery_syncguard.store import Acquire, Dead, Done, Grant, Held, LockRow, LockStore, Pruned, Release
+
+__all__ = ["SyncGuard", "lock_held"]
+
+#: Bounds in seconds of the pause between two looks of a waiter that hears nothing.
+_POLL = (0.25, 1.0)
+
+
+def lock_held(held: Held) -> LockHeld:
+    """The error that says who holds."""
+    who = held.holder or ("somebody who left no name" if held.lock_id else "somebody")
+    return LockHeld(
+        f"{held.key!r} is held by {who}, since {held.since:.1f} s, for {held.remaining:.1f} s more unless renewed",
+        key=held.key,
+        holder=held.holder,
+        task_id=held.task_id,
+        lock_id=held.lock_id,
+        since=held.since,
+        remaining=held.remaining,
+    )
+
+
+class SyncGuard:
+    """Locks in one database.
+
+    Arguments:
+        dsn: a libpq connection string or URL, or `memory://`; None: the environment's SYNCGUARD_DSN.
+        schema: of our tables; None: the first of the search path.
+        pool_size: connections per process.
+        timeout: seconds for which an operation tries to reach the server.
+        settings: everything at once instead, as a Celery application's configuration gives it.
+        store: a store of your own.
+
+    Raises:
+        ImproperlyConfigured: a value that cannot be meant. Nothing is connected to here.
+    """
+
+    def __init__(
+        self,
+        dsn: str | None = None,
+        *,
+        schema: str | None = None,
+        pool_size: int = 2,
+        timeout: float | timedelta = 5.0,
+        settings: Settings | None = None,
+        store: LockStore | None = None,
+    ) -> None:
+        if settings is None:
+            settings = Settings.from_mapping(
+                {
+                    "syncguard_dsn": dsn,
+                    "syncguard_schema": schema,
+                    "syncguard_pool_size": pool_size,
+                    "syncguard_timeout": timeout,
+                }
+            )
+        self.settings = settings
+        self.events = Events()
+        self.store: LockStore = store if store is not None else _make_store(settings)
+        self._renewer = Renewer(self.store, idle=getattr(self.store, "idle", lambda: None))
+        self._turns = _Turns()
+        self._closed = False
+        forget_in_children(self)
+
+    def __repr__(self) -> str:
+        return f"<SyncGuard {self.store!r}>"
+
+    def __enter__(self) -> SyncGuard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def forget(self) -> None:
+        """After a fork: this process holds nothing."""
+        if isinstance(self.store, MemoryStore):
+            self.store.forget()
+        self._renewer.forget()
+        self._turns = _Turns()
+
+    def try_acquire(
+        self, key: str, *, ttl: float | timedelta | None = None, holder: str | None = None
+    ) -> Lease | None:
+        """Acquire the lock, without waiting. The lease is renewed until it is released, lost, or dropped.
+
+        Arguments:
+            key: 1 to 512 UTF-8 bytes.
+            ttl: seconds; None: the setting `syncguard_lock_ttl` (30). How long a dead holder blocks others.
+            holder: who holds, for people; None: program, host and pid.
+
+        Returns:
+            The lease, or None if somebody else's is live.
+
+        Raises:
+            InvalidKey, ImproperlyConfigured: before any I/O.
+            StoreUnavailable, SchemaBehind: the database cannot be asked.
+        """
+        answer = self.acquire(self._request(public_key(key), ttl, holder))
+        return answer if isinstance(answer, Lease) else None
+
+    @contextmanager
+    def hold(
+        self,
+        key: str,
+        *,
+        ttl: float | timedelta | None = None,
+        wait: float | timedelta = 0.0,
+        holder: str | None = None,
+    ) -> Iterator[Lease]:
+        """Acquire the lock, yield the lease, release it.
+
+        Arguments:
+            wait: seconds to wait for the lock; a release wakes the waiter at once. Others as `try_acquire`.
+
+        Raises:
+            LockHeld: it was still held after `wait`. Others as `try_acquire`.
+        """
+        patience = seconds(wait, what="wait", maximum=86_400.0)
+        answer = self.acquire_waiting(self._request(public_key(key), ttl, holder), wait=patience)
+        if not isinstance(answer, Lease):
+            assert isinstance(answer, Held)  # nothing else was asked for
+            raise lock_held(answer)
+        try:
+            yield answer
+        finally:
+            answer.release()
+
+    def inspect(self, key: str) -> LockRow | None:
+        """The live lease on a key, whoever holds it; None if it is free. Reserved keys may be looked at."""
+        rows = self.store.locks(normalize_key(key))
+        return rows[0] if rows else None
+
+    def locks(self, *, limit: int | None = None) -> list[LockRow]:
+        """All live leases, oldest first."""
+        return self.store.locks(limit=limit)
+
+    def release(self, key: str, *, lock_id: str) -> bool:
+        """Release somebody's lease by hand. Its holder notices at its next renewal. False: it was not there."""
+        return self.store.release(Release(key=normalize_key(key), lock_id=lock_id))
+
+    def prune(self, *, older: float | timedelta = 86_400.0, counters: bool = False) -> Pruned:
+        """Delete rows that have been over for `older` seconds. `counters`: idle fence counters too (see operations)."""
+        return self.store.prune(older=seconds(older, what="older"), counters=counters)
+
+    def close(self) -> None:
+        """Stop renewing and close the connections. Leases that were not released end at their ttl. May be repeated."""
+        self._closed = True
+        self._renewer.stop()
+        self.store.close()
+
+    # For the Celery layer and leadership: requests with everything in them, answers as values.
+
+    def _request(self, key: str, ttl: float | timedelta | None, holder: str | None) -> Acquire:
+        return Acquire(
+            key=key,
+            lock_id=new_lock_id(),
+            ttl=self.settings.lock_ttl if ttl is None else ttl_seconds(ttl),
+            holder=holder if holder is not None else default_holder(),
+            process=process_id(),
+        )
+
+    def acquire(self, request: Acquire) -> Lease | Held | Done | Dead:
+        """One attempt. The lease that it answers with is being renewed."""
+        sent_at = clock.now()
+        answer = self.store.acquire(request)
+        if not isinstance(answer, Grant):
+            return answer
+        lease = Lease(
+            key=request.key,
+            lock_id=request.lock_id,
+            fence=answer.fence,
+            ttl=request.ttl,
+            sent_at=sent_at,
+            holder=request.holder or "",
+            keeper=self,
+        )
+        lease.task_id = request.task_id
+        self._renewer.add(lease)
+        return lease
+
+    def acquire_waiting(self, request: Acquire, *, wait: float) -> Lease | Held | Done | Dead:
+        """`acquire`, repeated for `wait` seconds while the key is held."""
+        give_up_at = clock.now() + wait
+        answer = self.acquire(request)
+        if not isinstance(answer, Held) or wait <= 0:
+            return answer
+        # One waiter per process and key asks the database; the others wait for their turn behind it.
+        with self._turns.turn(request.key, wait) as ours:
+            if not ours:
+                return answer
+            quiet = 0
+            while isinstance(answer, Held):
+                left = give_up_at - clock.now()
+                if left <= 0:
+                    return answer
+                low, high = _POLL
+                pause = min(high, low * 2 ** min(quiet, 4)) * random.uniform(0.75, 1.25)
+                if answer.remaining > 0:
+                    pause = min(pause, answer.remaining + random.uniform(0.0, 0.02))
+                else:
+                    pause = min(pause, 0.05)
+                heard = self.store.wait(request.key, max(0.001, min(left, pause)))
+                quiet = 0 if heard else quiet + 1
+                answer = self.acquire(request)
+            return answer
+
+    def release_lease(self, lease: Lease, **extras: Any) -> bool:
+        """Release, with what a task adds to it (`store.Release`). A database that does not answer does not stop the
+        caller: the release is repeated in the background until it is answered or the lease has expired."""
+        lost = lease.lost_reason is not None
+        if not lease.end():
+            return False
+        self._renewer.remove(lease)
+        release = Release(key=lease.key, lock_id=lease.lock_id, task_id=lease.task_id, **extras)
+        try:
+            released = self.store.release(release)
+        except StoreUnavailable as exc:
+            until = max(clock.now(), lease.deadline) + lease.ttl
+            logger.warning("could not release %r, trying again in the background: %s", lease.key, exc)
+            self._renewer.release_later(release, until=until)
+            return False
+        if not released and not lost:
+            logger.warning("%r was not ours any more when it was released (fence %d)", lease.key, lease.fence)
+        return released
+
+    def renew_lease(self, lease: Lease) -> bool:
+        return self._renewer.renew_now(lease)
+
+    def prove_lease(self, lease: Lease, conn: Any) -> None:
+        if isinstance(self.store, MemoryStore):
+            if not self.store.fenced(conn, key=lease.key, lock_id=lease.lock_id, fence=int(lease.fence)):
+                lease.lose("the store says that it expired or was taken over")
+                raise lease.loss()
+            return
+        fencing.prove(self.store, lease, conn)
+
+    def fenced_transaction(self, lease: Lease, conn: Any) -> AbstractContextManager[None]:
+        lease.check()
+        return fencing.fenced_transaction(self.store, lease, conn)
+
+    def complete_lease(self, lease: Lease, conn: Any) -> bool:
+        if lease.run_key is None:
+            raise NoLease("lease.complete() is for a task with run_once: there is nothing to remember otherwise")
+        self.prove_lease(lease, conn)
+        return self.store.complete(conn, run_key=lease.run_key, task_id=lease.task_id, ttl=lease.run_ttl)
+
+    def lease_ended(self, lease: Lease) -> None:
+        """A lease was lost. Told once for each, by whichever thread noticed."""
+        self._renewer.remove(lease)
+        logger.warning("lost the lease on %r (fence %d): %s", lease.key, lease.fence, lease.lost_reason)
+        if lease.on_lost is not None:
+            lease.on_lost(lease)
+        self.events.emit("lease_lost", lease=lease)
+
+
+def _make_store(settings: Settings) -> LockStore:
+    if settings.in_memory:
+        return MemoryStore()
+    return PostgresStore(
+        settings.dsn, schema=settings.schema, pool_size=settings.pool_size, timeout=settings.timeout
+    )
+
+
+class _Turns:
+    """A queue per key within this process, so that many local waiters cost the database no more than one."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._queues: dict[str, tuple[threading.Lock, int]] = {}
+
+    @contextmanager
+    def turn(self, key: str, timeout: float) -> Iterator[bool]:
+        """True inside if it is our turn, false if that did not come in `timeout` seconds."""
+        with self._mutex:
+            lock, waiting = self._queues.get(key, (threading.Lock(), 0))
+            self._queues[key] = (lock, waiting + 1)
+        ours = lock.acquire(timeout=timeout)
+        try:
+            yield ours
+        finally:
+            if ours:
+                lock.release()
+            with self._mutex:
+                lock, waiting = self._queues[key]
+                if waiting == 1:
+                    del self._queues[key]
+                else:
+                    self._queues[key] = (lock, waiting - 1)
+

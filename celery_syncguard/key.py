@@ -1,0 +1,76 @@
+"""Keys, lock ids and fences: what may name a lock and how a lease is told from another.
+
+Sources: kriasoft/syncguard's rules for keys (NFC, then 1 to 512 UTF-8 bytes), lock ids (16 random bytes, base64url
+without padding) and fences (15 digits), so that its TypeScript client and this library agree on every row.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import unicodedata
+from typing import Any
+
+from celery_syncguard.errors import InvalidKey
+
+__all__ = ["MAX_KEY_BYTES", "RESERVED_PREFIX", "Fence", "new_lock_id", "normalize_key", "public_key"]
+
+MAX_KEY_BYTES = 512
+RESERVED_PREFIX = "__syncguard_"
+
+
+class Fence(int):
+    """The number given with a lock. An `int`; `str(fence)` is the 15-digit form, which sorts as text too."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"{int(self):015d}"
+
+    def __repr__(self) -> str:
+        return f"Fence({int(self)})"
+
+    def __format__(self, spec: str) -> str:
+        return str(self) if not spec else int(self).__format__(spec)
+
+
+def new_lock_id() -> str:
+    """22 base64url characters that nobody can guess: the proof that a lease is ours."""
+    return base64.urlsafe_b64encode(os.urandom(16)).decode("ascii")[:22]
+
+
+def normalize_key(key: Any, *, what: str = "key") -> str:
+    """The key in the form that is stored: NFC-normalised text of 1 to 512 UTF-8 bytes.
+
+    Raises:
+        InvalidKey: not text, empty, too long, or with a NUL or a lone surrogate, which PostgreSQL cannot store.
+    """
+    if not isinstance(key, str):
+        raise InvalidKey(f"a {what} is text, got {type(key).__name__}: {key!r:.80}", key=key)
+    if key.isascii():
+        size = len(key)
+    else:
+        key = unicodedata.normalize("NFC", key)
+        try:
+            size = len(key.encode("utf-8"))
+        except UnicodeEncodeError as exc:
+            raise InvalidKey(f"a {what} cannot contain a lone surrogate: {key!r:.80}", key=key) from exc
+    if not size:
+        raise InvalidKey(f"a {what} cannot be empty", key=key)
+    if size > MAX_KEY_BYTES:
+        raise InvalidKey(f"a {what} has at most {MAX_KEY_BYTES} UTF-8 bytes, this one has {size}: {key!r:.80}…", key=key)
+    if "\0" in key:
+        raise InvalidKey(f"a {what} cannot contain NUL: {key!r:.80}", key=key)
+    return key
+
+
+def public_key(key: Any, *, what: str = "key") -> str:
+    """`normalize_key`, and refuse the names that the library keeps for itself.
+
+    Raises:
+        InvalidKey: as `normalize_key`, or the key starts with `__syncguard_`.
+    """
+    key = normalize_key(key, what=what)
+    if key.startswith(RESERVED_PREFIX):
+        raise InvalidKey(f"{what}s that start with {RESERVED_PREFIX!r} are reserved: {key!r:.80}", key=key)
+    return str(key)

@@ -1,0 +1,97 @@
+"""Hears releases: one LISTEN connection per process, only while somebody waits for a key.
+
+A waiter announces itself in the lock's row first (`syncguard_wait`); only then does the holder's release notify. So
+holders pay nothing while nobody waits. A notification is a hint: behind a pooler in transaction mode it never comes, and
+the waiter's own timeout decides.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+
+from celery_syncguard import clock
+from celery_syncguard.events import logger
+from celery_syncguard.loop import Loop
+from celery_syncguard.pool import MAX_IDLE, Session
+
+__all__ = ["CHANNEL", "Listener"]
+
+CHANNEL = "syncguard_released"
+
+#: Seconds for which the listening thread blocks before it looks whether anybody is left.
+_TURN = 0.5
+
+
+class Listener:
+    """Lets threads wait for the release of a key."""
+
+    def __init__(self, parameters: dict[str, Any]) -> None:
+        self._parameters = parameters
+        self.forget()
+
+    def forget(self) -> None:
+        """After a fork (and at the start)."""
+        session: Session | None = getattr(self, "_session", None)
+        if session is not None:
+            session.forget()
+        self._session = Session(self._parameters)
+        self._mutex = threading.Lock()
+        self._waiters: dict[str, set[threading.Event]] = {}
+        self._listening = threading.Event()
+        self._last_used = clock.now()
+        self._loop = Loop("syncguard-listener", self._listen)
+
+    def wait(self, key: str, timeout: float, announce: Callable[[], bool]) -> bool:
+        """Wait for a notification about `key`, at most `timeout` seconds.
+
+        `announce` puts the waiter into the lock's row, and answers false if there is no lease to wait for.
+        """
+        heard = threading.Event()
+        with self._mutex:
+            self._waiters.setdefault(key, set()).add(heard)
+            self._last_used = clock.now()
+        try:
+            self._loop.start()
+            # Deaf for a moment is no fault: the timeout covers it.
+            self._listening.wait(min(timeout, 1.0))
+            if not announce():
+                return True
+            return heard.wait(timeout)
+        finally:
+            with self._mutex:
+                waiting = self._waiters.get(key)
+                if waiting is not None:
+                    waiting.discard(heard)
+                    if not waiting:
+                        del self._waiters[key]
+
+    def _listen(self) -> float | None:
+        try:
+            with self._session.use() as conn:
+                if not self._listening.is_set():
+                    conn.execute(f"LISTEN {CHANNEL}")
+                    self._listening.set()
+                for notification in conn.notifies(timeout=_TURN):
+                    with self._mutex:
+                        for heard in self._waiters.get(notification.payload, ()):
+                            heard.set()
+        except psycopg.Error as exc:
+            self._listening.clear()
+            logger.info("cannot listen for releases, waiting tasks poll instead: %s", exc)
+            return _TURN
+        with self._mutex:
+            if self._waiters:
+                self._last_used = clock.now()
+            elif clock.now() - self._last_used > MAX_IDLE:
+                self._listening.clear()
+                self._session.close()
+                self._loop.stop(wait=False)
+        return 0.0
+
+    def close(self) -> None:
+        self._loop.stop()
+        self._session.close()

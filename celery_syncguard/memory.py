@@ -1,0 +1,293 @@
+"""The memory store: the same answers as PostgreSQL's, within one process. For tests and eager mode.
+
+It passes the same contract suite, which is the only reason to believe it. It has no transactions, so `fenced` and
+`complete` act at once and ignore the connection.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from celery_syncguard import clock
+from celery_syncguard.store import Acquire, Claim, Dead, Done, Grant, Held, LockRow, Pruned, Release, Renewal
+
+__all__ = ["MemoryStore"]
+
+#: How long one attempt of a task is remembered for its copies.
+_ATTEMPT_TTL = 3600.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Row:
+    request: Acquire
+    fence: int
+    acquired: float
+    expires: float
+    process: str | None
+    task_id: str | None
+    copies: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class _Claim:
+    task_id: str
+    holder: str | None
+    claimed: float
+    expires: float
+
+
+@dataclasses.dataclass(slots=True)
+class _Completion:
+    task_id: str | None
+    completed: float
+    expires: float
+
+
+def _attempt_key(task_id: str | None, attempt: int | None) -> str:
+    return f"attempt:{task_id}:{attempt}"
+
+
+class MemoryStore:
+    """Locks in this process's memory. Threads share it; processes do not."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._rows: dict[str, _Row] = {}
+        self._counters: dict[str, int] = {}
+        self._completions: dict[str, _Completion] = {}
+        self._claims: dict[str, _Claim] = {}
+        self._deaths: dict[str, tuple[int, float]] = {}
+        # One offset for all instants: they must tell the same story as the differences between them.
+        self._offset = clock.wall_ms() / 1000 - clock.now()
+
+    def __repr__(self) -> str:
+        return "<MemoryStore>"
+
+    def _instant(self, local: float) -> datetime:
+        return datetime.fromtimestamp(local + self._offset, tz=timezone.utc)
+
+    def acquire(self, request: Acquire) -> Grant | Held | Done | Dead:
+        with self._changed:
+            now = clock.now()
+            row = self._rows.get(request.key)
+            if row is not None and row.expires > now:
+                if row.request.lock_id == request.lock_id:
+                    return self._grant(row)
+                if row.task_id is not None and (row.task_id, row.request.attempt) == (request.task_id, request.attempt):
+                    row.copies = True
+                return self._held(row, now)
+            for run_key in request.run_keys:
+                done = self._completions.get(run_key)
+                if done is not None and done.expires > now:
+                    return Done(run_key=run_key, task_id=done.task_id, age=now - done.completed)
+            if request.max_deaths is not None and request.task_id is not None:
+                deaths = self._deaths.get(request.task_id, (0, 0.0))[0]
+                deaths += row is not None and row.task_id == request.task_id
+                if deaths >= request.max_deaths:
+                    return Dead(deaths=deaths)
+            if row is not None:
+                self._bury(row, now)
+            fence = max(self._counters.get(request.key, 0) + 1, int((now + self._offset) * 1000))
+            self._counters[request.key] = fence
+            row = self._rows[request.key] = _Row(
+                request=request,
+                fence=fence,
+                acquired=now,
+                expires=now + request.ttl,
+                process=request.process,
+                task_id=request.task_id,
+            )
+            if request.claim_key is not None and request.task_id is not None:
+                if request.claim_ttl is None:
+                    self._unclaim(request.claim_key, request.task_id)
+                else:
+                    self._claim(request.claim_key, request.task_id, request.claim_ttl, request.holder, now)
+            return self._grant(row)
+
+    def _grant(self, row: _Row) -> Grant:
+        return Grant(
+            key=row.request.key,
+            lock_id=row.request.lock_id,
+            fence=row.fence,
+            acquired_at=self._instant(row.acquired),
+            expires_at=self._instant(row.expires),
+        )
+
+    def _held(self, row: _Row, now: float) -> Held:
+        return Held(
+            key=row.request.key,
+            lock_id=row.request.lock_id,
+            fence=row.fence,
+            since=now - row.acquired,
+            remaining=row.expires - now,
+            holder=row.request.holder,
+            task_id=row.task_id,
+            attempt=row.request.attempt,
+        )
+
+    def _bury(self, row: _Row, now: float) -> None:
+        if row.task_id is not None:
+            self._deaths[row.task_id] = (self._deaths.get(row.task_id, (0, 0.0))[0] + 1, now)
+
+    def renew(self, renewals: Sequence[Renewal]) -> dict[str, bool | None]:
+        answer: dict[str, bool | None] = {}
+        with self._changed:
+            now = clock.now()
+            for one in renewals:
+                row = self._rows.get(one.key)
+                if row is not None and row.request.lock_id == one.lock_id:
+                    row.expires = now + one.ttl
+                    answer[one.lock_id] = True
+        return answer
+
+    def release(self, release: Release) -> bool:
+        with self._changed:
+            now = clock.now()
+            if release.claim_key is not None and release.task_id is not None:
+                self._unclaim(release.claim_key, release.task_id)
+            row = self._rows.get(release.key)
+            if row is None or row.request.lock_id != release.lock_id:
+                return False
+            if release.min_hold is not None and row.acquired + release.min_hold > now:
+                row.expires = row.acquired + release.min_hold
+                row.process = row.task_id = None
+            else:
+                del self._rows[release.key]
+            if release.run_key is not None:
+                self._complete(release.run_key, release.task_id, release.run_ttl or 0.0, now)
+            if release.attempt_done and row.copies:
+                key = _attempt_key(release.task_id, row.request.attempt)
+                self._completions.pop(key, None)
+                self._complete(key, release.task_id, _ATTEMPT_TTL, now)
+            self._changed.notify_all()
+            return True
+
+    def release_process(self, process: str) -> int:
+        with self._changed:
+            now = clock.now()
+            dead = [row for row in self._rows.values() if row.process == process]
+            for row in dead:
+                self._bury(row, now)
+                del self._rows[row.request.key]
+            self._changed.notify_all()
+            return len(dead)
+
+    def locks(self, key: str | None = None, *, limit: int | None = None) -> list[LockRow]:
+        with self._changed:
+            now = clock.now()
+            rows = [
+                LockRow(
+                    key=row.request.key,
+                    lock_id=row.request.lock_id,
+                    fence=row.fence,
+                    acquired_at=self._instant(row.acquired),
+                    expires_at=self._instant(row.expires),
+                    since=now - row.acquired,
+                    remaining=row.expires - now,
+                    holder=row.request.holder,
+                    task_id=row.task_id,
+                    attempt=row.request.attempt,
+                )
+                for row in self._rows.values()
+                if row.expires > now and key in (None, row.request.key)
+            ]
+        return sorted(rows, key=lambda row: (row.acquired_at, row.key))[:limit]
+
+    def prune(self, *, older: float, counters: bool = False) -> Pruned:
+        with self._changed:
+            before = clock.now() - older
+            locks = [key for key, row in self._rows.items() if row.expires <= before]
+            completions = [key for key, done in self._completions.items() if done.expires <= before]
+            claims = [key for key, claim in self._claims.items() if claim.expires <= before]
+            deaths = [key for key, (_, last) in self._deaths.items() if last <= before - 7 * 86_400]
+            for key in locks:
+                del self._rows[key]
+            limit = int((before + self._offset) * 1000)
+            idle = [key for key, fence in self._counters.items() if fence <= limit and key not in self._rows]
+            idle = idle if counters else []
+            for key in completions:
+                del self._completions[key]
+            for key in claims:
+                del self._claims[key]
+            for key in deaths:
+                del self._deaths[key]
+            for key in idle:
+                del self._counters[key]
+        return Pruned(len(locks), len(completions), len(claims), len(deaths), len(idle))
+
+    def wait(self, key: str, timeout: float) -> bool:
+        with self._changed:
+            row = self._rows.get(key)
+            return self._changed.wait_for(lambda: self._rows.get(key) is not row or row is None, timeout)
+
+    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None) -> Claim:
+        with self._changed:
+            now = clock.now()
+            claim = self._claim(key, task_id, ttl, holder, now)
+            return Claim(
+                key=key,
+                task_id=claim.task_id,
+                ours=claim.task_id == task_id,
+                age=now - claim.claimed,
+                remaining=claim.expires - now,
+                holder=claim.holder,
+            )
+
+    def _claim(self, key: str, task_id: str, ttl: float, holder: str | None, now: float) -> _Claim:
+        claim = self._claims.get(key)
+        if claim is not None and claim.task_id == task_id:
+            claim.expires = max(claim.expires, now + ttl)
+        elif claim is None or claim.expires <= now:
+            claim = self._claims[key] = _Claim(task_id=task_id, holder=holder, claimed=now, expires=now + ttl)
+        return claim
+
+    def confirm(self, claims: Sequence[tuple[str, str, float]]) -> int:
+        with self._changed:
+            count = 0
+            for key, task_id, ttl in claims:
+                claim = self._claims.get(key)
+                if claim is not None and claim.task_id == task_id:
+                    claim.expires = max(claim.expires, claim.claimed + ttl)
+                    count += 1
+            return count
+
+    def unclaim(self, key: str, *, task_id: str) -> bool:
+        with self._changed:
+            return self._unclaim(key, task_id)
+
+    def _unclaim(self, key: str, task_id: str) -> bool:
+        claim = self._claims.get(key)
+        if claim is None or claim.task_id != task_id:
+            return False
+        del self._claims[key]
+        return True
+
+    def fenced(self, conn: Any, *, key: str, lock_id: str, fence: int) -> bool:
+        with self._changed:
+            row = self._rows.get(key)
+            return row is not None and (row.request.lock_id, row.fence) == (lock_id, fence) and row.expires > clock.now()
+
+    def complete(self, conn: Any, *, run_key: str, task_id: str | None, ttl: float) -> bool:
+        with self._changed:
+            return self._complete(run_key, task_id, ttl, clock.now())
+
+    def _complete(self, run_key: str, task_id: str | None, ttl: float, now: float) -> bool:
+        done = self._completions.get(run_key)
+        if done is not None and done.expires > now:
+            return False
+        self._completions[run_key] = _Completion(task_id=task_id, completed=now, expires=now + ttl)
+        return True
+
+    def forget(self) -> None:
+        """After a fork: the parent's locks are not this process's."""
+        self._reset()
+
+    def close(self) -> None:
+        """Nothing to close."""

@@ -1,0 +1,218 @@
+"""This library's own connections to PostgreSQL: few, opened when first needed, closed when idle, one set per process.
+
+Two kinds. `Pool` lends connections to whoever acquires and releases (psycopg_pool does the lending). `Session` is one
+connection for one thread's standing work, the renewer's or the listener's, so that renewals never queue behind tasks.
+Both are in autocommit, prepare nothing (any pooler works), and after a fork are abandoned without being closed, because
+the socket is the parent's too.
+
+Not here: what is said to the server (`postgres`), and the caller's connections (`caller`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+import psycopg.conninfo
+import psycopg_pool
+
+from celery_syncguard import clock
+from celery_syncguard.errors import ImproperlyConfigured, StoreUnavailable
+
+__all__ = ["Pool", "Session", "connection_parameters", "describe_dsn"]
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+#: Seconds after which an unused connection may be closed.
+MAX_IDLE = 30.0
+
+#: So that a peer that vanished without a FIN is noticed in seconds. The user's own values win.
+_NETWORK = {
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "15000",
+    "application_name": "celery-syncguard",
+}
+
+#: Inherited connections end here, so that nobody's destructor closes a socket that the parent still uses.
+_abandoned: list[Any] = []
+
+
+def connection_parameters(dsn: str, *, timeout: float) -> dict[str, Any]:
+    """The libpq parameters for `dsn`; `timeout` seconds bound a connection attempt.
+
+    Raises:
+        ImproperlyConfigured: the dsn is empty, or is no connection string. Its text is not repeated: it may hold a
+            password.
+    """
+    if not dsn:
+        raise ImproperlyConfigured(
+            "no database: set syncguard_dsn in the Celery configuration, or SYNCGUARD_DSN in the environment, "
+            "to something like postgresql://user@host/database"
+        )
+    try:
+        parameters = psycopg.conninfo.conninfo_to_dict(dsn)
+    except psycopg.ProgrammingError as exc:
+        raise ImproperlyConfigured(
+            "syncguard_dsn is not a PostgreSQL connection string (expected postgresql://user@host/database "
+            "or host=… dbname=…)"
+        ) from exc
+    return {**_NETWORK, "connect_timeout": str(max(2, round(timeout))), **parameters}
+
+
+def describe_dsn(dsn: str) -> str:
+    """Where a dsn leads, for logs and messages: never its password."""
+    try:
+        parameters = psycopg.conninfo.conninfo_to_dict(dsn)
+    except psycopg.ProgrammingError:
+        return "an unreadable dsn"
+    host = parameters.get("host") or parameters.get("hostaddr") or "the local socket"
+    port = parameters.get("port") or "5432"
+    name = parameters.get("dbname") or parameters.get("user") or "the default database"
+    return f"{name} at {host}:{port}"
+
+
+def _connect(parameters: dict[str, Any]) -> Connection:
+    return psycopg.connect(autocommit=True, prepare_threshold=None, **parameters)
+
+
+class Pool:
+    """Lends connections, at most `size` at a time."""
+
+    def __init__(self, parameters: dict[str, Any], *, size: int, timeout: float) -> None:
+        self._parameters = parameters
+        self._size = size
+        self._timeout = timeout
+        self._mutex = threading.Lock()
+        self._pool: psycopg_pool.ConnectionPool[Connection] | None = None
+        self._last_error: Exception | None = None
+        self._closed = False
+
+    @contextmanager
+    def connection(self) -> Iterator[Connection]:
+        """Borrow a connection. A broken one is thrown away afterwards.
+
+        Raises:
+            StoreUnavailable: none was to be had in time.
+        """
+        pool = self._pool or self._open()
+        try:
+            conn = pool.getconn(timeout=self._timeout)
+        except psycopg_pool.PoolTimeout as exc:
+            cause = self._last_error
+            detail = str(cause).strip() if cause is not None else "all connections of this process are in use"
+            raise StoreUnavailable(f"no connection to PostgreSQL within {self._timeout:g} s: {detail}") from exc
+        except psycopg_pool.PoolClosed as exc:
+            raise StoreUnavailable("this SyncGuard was closed") from exc
+        try:
+            yield conn
+        finally:
+            pool.putconn(conn)
+
+    def _open(self) -> psycopg_pool.ConnectionPool[Connection]:
+        with self._mutex:
+            if self._closed:
+                raise StoreUnavailable("this SyncGuard was closed")
+            if self._pool is None:
+                remember = self._remember
+
+                class Remembering(psycopg.Connection[tuple[Any, ...]]):
+                    """Keeps the reason of a failed attempt, which the pool only logs."""
+
+                    @classmethod
+                    def connect(cls, *args: Any, **kwargs: Any) -> Any:
+                        try:
+                            conn = super().connect(*args, **kwargs)
+                        except psycopg.Error as exc:
+                            remember(exc)
+                            raise
+                        remember(None)
+                        return conn
+
+                self._pool = psycopg_pool.ConnectionPool(
+                    kwargs={**self._parameters, "autocommit": True, "prepare_threshold": None},
+                    connection_class=Remembering,
+                    min_size=0,
+                    max_size=self._size,
+                    max_idle=MAX_IDLE,
+                    num_workers=1,
+                    reconnect_timeout=self._timeout,
+                    name="syncguard",
+                    open=True,
+                )
+            return self._pool
+
+    def _remember(self, error: Exception | None) -> None:
+        self._last_error = error
+
+    def forget(self) -> None:
+        """After a fork."""
+        if self._pool is not None:
+            _abandoned.append(self._pool)
+        self._pool = None
+        self._mutex = threading.Lock()
+
+    def close(self) -> None:
+        with self._mutex:
+            self._closed = True
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close(timeout=1.0)
+
+
+class Session:
+    """One connection for one standing task. `use()` gives it to one thread at a time."""
+
+    def __init__(self, parameters: dict[str, Any]) -> None:
+        self._parameters = parameters
+        self._mutex = threading.Lock()
+        self._conn: Connection | None = None
+        self._used_at = 0.0
+
+    @contextmanager
+    def use(self) -> Iterator[Connection]:
+        """The connection, opened if need be; closed again if the block raises.
+
+        Raises:
+            psycopg.Error: it cannot be opened.
+        """
+        with self._mutex:
+            if self._conn is None or self._conn.closed:
+                self._conn = _connect(self._parameters)
+            try:
+                yield self._conn
+            except BaseException:
+                self._drop()
+                raise
+            self._used_at = clock.now()
+
+    def close_if_idle(self, seconds: float = MAX_IDLE) -> float | None:
+        """Close after so long without use. Seconds until it would; None if there is nothing to close."""
+        with self._mutex:
+            if self._conn is None:
+                return None
+            left = self._used_at + seconds - clock.now()
+            if left <= 0:
+                self._drop()
+                return None
+            return left
+
+    def _drop(self) -> None:
+        conn, self._conn = self._conn, None
+        if conn is not None:
+            conn.close()
+
+    def forget(self) -> None:
+        """After a fork."""
+        if self._conn is not None:
+            _abandoned.append(self._conn)
+        self._conn = None
+        self._mutex = threading.Lock()
+
+    def close(self) -> None:
+        with self._mutex:
+            self._drop()

@@ -1,0 +1,354 @@
+"""The PostgreSQL store: one SQL function per operation (migrations), one round trip and one commit each.
+
+A statement is repeated on a fresh connection when its connection broke or the server was restarting, for `timeout`
+seconds in all. That is safe because every operation may be repeated: an acquire with the same lock_id answers with the
+same grant. Errors become facts: what cannot be asked is `StoreUnavailable`, what lacks our functions is `SchemaBehind`,
+a wait that hit the lock_timeout is *held* or *busy*.
+
+Not here: connections (`pool`), waiting for a release (`listen`), the text of the functions (`migrations/`).
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from datetime import datetime, timezone
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg import errors as pg
+from psycopg import sql
+
+from celery_syncguard import clock
+from celery_syncguard.caller import caller
+from celery_syncguard.errors import SchemaBehind, StoreUnavailable, SyncGuardError
+from celery_syncguard.events import logger
+from celery_syncguard.listen import Listener
+from celery_syncguard.pool import Connection, Pool, Session, connection_parameters, describe_dsn
+from celery_syncguard.process import forget_in_children
+from celery_syncguard.store import Acquire, Claim, Dead, Done, Grant, Held, LockRow, Pruned, Release, Renewal
+
+__all__ = ["PostgresStore"]
+
+T = TypeVar("T")
+
+#: Fences from here on work, but the counter of that key has been tampered with or a clock was far in the future.
+WARN_FENCE = 90_000_000_000_000
+
+_CALLS = {
+    "acquire": "SELECT * FROM {}syncguard_acquire(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
+    "renew": "SELECT lock_id, expires_at_ms FROM {}syncguard_renew(%s, %s, %s)",
+    "release": "SELECT {}syncguard_release(%s, %s, %s, %s, %s, %s, %s, %s)",
+    "release_process": "SELECT {}syncguard_release_process(%s)",
+    "list": "SELECT * FROM {}syncguard_list(%s, %s)",
+    "prune": "SELECT locks, completions, claims, deaths, counters FROM {}syncguard_prune(%s, %s)",
+    "wait": "SELECT {}syncguard_wait(%s, %s)",
+    "claim": "SELECT * FROM {}syncguard_claim(%s, %s, %s, %s)",
+    "confirm": "SELECT {}syncguard_confirm(%s, %s, %s)",
+    "unclaim": "SELECT {}syncguard_unclaim(%s, %s)",
+    "fenced": "SELECT {}syncguard_fenced(%s, %s, %s)",
+    "complete": "SELECT {}syncguard_complete(%s, %s, %s)",
+}
+
+#: The connection is gone or of no use, or the server is going down, coming up or full: another one may work.
+_TRANSIENT = (psycopg.OperationalError, psycopg.InterfaceError, pg.SerializationFailure, pg.DeadlockDetected)
+
+#: Operational errors that another connection would only meet again.
+_FINAL = (pg.LockNotAvailable, pg.QueryCanceled, pg.InvalidPassword, pg.InvalidAuthorizationSpecification)
+
+_MISSING = (pg.UndefinedFunction, pg.UndefinedTable, pg.UndefinedColumn, pg.InvalidSchemaName)
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+def _instant(ms: int) -> datetime:
+    return datetime.fromtimestamp(ms / 1000, tz=timezone.utc)
+
+
+class PostgresStore:
+    """Locks in a PostgreSQL database.
+
+    Arguments:
+        dsn: a libpq connection string or URL.
+        schema: of our tables and functions; None: the first of the search path.
+        pool_size: connections per process, one of which is kept for renewing.
+        timeout: seconds for which an operation tries to reach the server.
+
+    Raises:
+        ImproperlyConfigured: the dsn is empty or no PostgreSQL connection string. Nothing is connected to here.
+    """
+
+    def __init__(self, dsn: str, *, schema: str | None = None, pool_size: int = 2, timeout: float = 5.0) -> None:
+        self.dsn = dsn
+        self.schema = schema
+        self.timeout = timeout
+        parameters = connection_parameters(dsn, timeout=timeout)
+        self._pool = Pool(parameters, size=pool_size - 1, timeout=timeout)
+        self._standing = Session(parameters)
+        self._listener = Listener(parameters)
+        self._queries: dict[str, bytes] = {}
+        self._mutex = threading.Lock()
+        forget_in_children(self)
+
+    def __repr__(self) -> str:
+        return f"<PostgresStore {describe_dsn(self.dsn)}>"
+
+    # Locks
+
+    def acquire(self, request: Acquire) -> Grant | Held | Done | Dead:
+        parameters = (
+            request.key,
+            request.lock_id,
+            _ms(request.ttl),
+            request.holder,
+            request.process,
+            request.task_id,
+            request.attempt,
+            list(request.run_keys) or None,
+            request.max_deaths,
+            request.claim_key,
+            None if request.claim_ttl is None else _ms(request.claim_ttl),
+        )
+        try:
+            row = self._one("acquire", parameters)
+        except pg.LockNotAvailable:
+            # Somebody is busy with this very key, for longer than we care to wait. Who, we were not told.
+            return Held(key=request.key, lock_id=None, fence=None, since=0.0, remaining=0.0)
+        outcome, now_ms, lock_id, fence, acquired, expires, holder, task_id, attempt, run_key, deaths = row
+        if outcome == "granted":
+            if fence >= WARN_FENCE:
+                logger.warning("the fence counter of %r is at %d: was a server clock far ahead?", request.key, fence)
+            return Grant(
+                key=request.key,
+                lock_id=lock_id,
+                fence=fence,
+                acquired_at=_instant(acquired),
+                expires_at=_instant(expires),
+            )
+        if outcome == "done":
+            return Done(run_key=run_key, task_id=task_id, age=(now_ms - acquired) / 1000)
+        if outcome == "dead":
+            return Dead(deaths=deaths)
+        return Held(
+            key=request.key,
+            lock_id=lock_id,
+            fence=fence,
+            since=0.0 if acquired is None else (now_ms - acquired) / 1000,
+            remaining=0.0 if expires is None else max(0.0, (expires - now_ms) / 1000),
+            holder=holder,
+            task_id=task_id,
+            attempt=attempt,
+        )
+
+    def renew(self, renewals: Sequence[Renewal]) -> dict[str, bool | None]:
+        parameters = (
+            [one.key for one in renewals],
+            [one.lock_id for one in renewals],
+            [_ms(one.ttl) for one in renewals],
+        )
+        try:
+            with self._facts(), self._standing.use() as conn:
+                rows = conn.execute(self._query("renew", conn), parameters).fetchall()
+        except pg.LockNotAvailable:
+            return {one.lock_id: None for one in renewals}
+        answer: dict[str, bool | None] = {}
+        for lock_id, expires in rows:
+            answer[lock_id] = True if expires is not None else answer.get(lock_id)
+        return answer
+
+    def release(self, release: Release) -> bool:
+        parameters = (
+            release.key,
+            release.lock_id,
+            None if release.min_hold is None else _ms(release.min_hold),
+            release.task_id,
+            release.run_key,
+            None if release.run_ttl is None else _ms(release.run_ttl),
+            release.claim_key,
+            release.attempt_done,
+        )
+        try:
+            return bool(self._one("release", parameters)[0])
+        except pg.LockNotAvailable as exc:
+            raise StoreUnavailable(
+                f"the lock row of {release.key!r} is locked by a transaction that called fenced() and has not ended"
+            ) from exc
+
+    def release_process(self, process: str) -> int:
+        return int(self._one("release_process", (process,))[0])
+
+    def locks(self, key: str | None = None, *, limit: int | None = None) -> list[LockRow]:
+        return [
+            LockRow(
+                key=name,
+                lock_id=lock_id,
+                fence=fence,
+                acquired_at=_instant(acquired),
+                expires_at=_instant(expires),
+                since=(now_ms - acquired) / 1000,
+                remaining=(expires - now_ms) / 1000,
+                holder=holder,
+                task_id=task_id,
+                attempt=attempt,
+            )
+            for name, lock_id, fence, acquired, expires, now_ms, holder, task_id, attempt in self._all(
+                "list", (key, limit)
+            )
+        ]
+
+    def prune(self, *, older: float, counters: bool = False) -> Pruned:
+        return Pruned(*self._one("prune", (round(older * 1000), counters)))
+
+    def wait(self, key: str, timeout: float) -> bool:
+        def ask() -> bool:
+            return bool(self._one("wait", (key, 10_000))[0])
+
+        return self._listener.wait(key, timeout, ask)
+
+    # Claims
+
+    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None) -> Claim:
+        outcome, now_ms, owner, owner_holder, claimed, expires = self._one("claim", (key, task_id, _ms(ttl), holder))
+        return Claim(
+            key=key,
+            task_id=owner,
+            ours=outcome == "claimed",
+            age=max(0.0, (now_ms - claimed) / 1000),
+            remaining=max(0.0, (expires - now_ms) / 1000),
+            holder=owner_holder,
+        )
+
+    def confirm(self, claims: Sequence[tuple[str, str, float]]) -> int:
+        keys, tasks, ttls = zip(*claims, strict=True)
+        return int(self._one("confirm", (list(keys), list(tasks), [_ms(ttl) for ttl in ttls]))[0])
+
+    def unclaim(self, key: str, *, task_id: str) -> bool:
+        return bool(self._one("unclaim", (key, task_id))[0])
+
+    # In the caller's transaction
+
+    def fenced(self, conn: Any, *, key: str, lock_id: str, fence: int) -> bool:
+        return bool(self._in_caller(conn, "fenced", (key, lock_id, fence)))
+
+    def complete(self, conn: Any, *, run_key: str, task_id: str | None, ttl: float) -> bool:
+        return bool(self._in_caller(conn, "complete", (run_key, task_id, _ms(ttl))))
+
+    def _in_caller(self, conn: Any, name: str, parameters: tuple[Any, ...]) -> Any:
+        # The caller's driver may be psycopg2 or Django's, so the schema is quoted here and not by psycopg.
+        prefix = "" if self.schema is None else '"' + self.schema.replace('"', '""').replace("%", "%%") + '".'
+        try:
+            return caller(conn).rows(_CALLS[name].format(prefix), parameters)[0][0]
+        except Exception as exc:
+            if "syncguard_" in str(exc) and "does not exist" in str(exc):
+                raise SchemaBehind(
+                    f"this connection does not see syncguard_{name}(): lease.{name}() needs a connection to the "
+                    f"database in which the locks live ({describe_dsn(self.dsn)}), with our schema on its search path "
+                    f"or named by syncguard_schema"
+                ) from exc
+            raise
+
+    # Life
+
+    def idle(self) -> float | None:
+        """Close the standing connection if it is idle; seconds until that is due, or None."""
+        return self._standing.close_if_idle()
+
+    def connection(self) -> AbstractContextManager[Connection]:
+        """A connection of the pool, for statements that are not operations on locks (`doctor`, beat)."""
+        return self._pool.connection()
+
+    def forget(self) -> None:
+        self._pool.forget()
+        self._standing.forget()
+        self._listener.forget()
+
+    def close(self) -> None:
+        self._listener.close()
+        self._standing.close()
+        self._pool.close()
+
+    # One statement
+
+    def run(self, work: Callable[[Connection], T]) -> T:
+        """`work(connection)`, repeated on another connection while the server cannot be reached.
+
+        The work must be one that may be repeated.
+
+        Raises:
+            StoreUnavailable: not within `timeout` seconds, or for a reason that time does not cure.
+            SchemaBehind: our functions or tables are missing, or are not for this role.
+        """
+        give_up_at = clock.now() + self.timeout
+        pause = threading.Event()
+        attempt = 0
+        while True:
+            try:
+                with self._facts(), self._pool.connection() as conn:
+                    return work(conn)
+            except StoreUnavailable as exc:
+                left = give_up_at - clock.now()
+                if not isinstance(exc.__cause__, _TRANSIENT) or isinstance(exc.__cause__, _FINAL) or left <= 0:
+                    raise
+                if attempt:
+                    pause.wait(min(left, random.uniform(0.01, 0.05 * 2 ** min(attempt, 5))))
+                attempt += 1
+
+    def _one(self, name: str, parameters: tuple[Any, ...]) -> tuple[Any, ...]:
+        row = self.run(lambda conn: conn.execute(self._query(name, conn), parameters).fetchone())
+        assert row is not None  # our functions always answer
+        return row
+
+    def _all(self, name: str, parameters: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        return self.run(lambda conn: conn.execute(self._query(name, conn), parameters).fetchall())
+
+    def _query(self, name: str, conn: Connection) -> bytes:
+        query = self._queries.get(name)
+        if query is None:
+            prefix = sql.SQL("") if self.schema is None else sql.Identifier(self.schema) + sql.SQL(".")
+            # A % in the schema's name would be read as a placeholder.
+            quoted = prefix.as_string(conn).replace("%", "%%")
+            query = self._queries[name] = _CALLS[name].format(quoted).encode()
+        return query
+
+    def _facts(self) -> _Facts:
+        return _Facts(self)
+
+
+class _Facts:
+    """Turns psycopg's errors into ours."""
+
+    __slots__ = ("_store",)
+
+    def __init__(self, store: PostgresStore) -> None:
+        self._store = store
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, traceback: Any) -> None:
+        if not isinstance(exc, psycopg.Error) or isinstance(exc, pg.LockNotAvailable):
+            return
+        raise fact(exc, dsn=self._store.dsn, schema=self._store.schema) from exc
+
+
+def fact(exc: psycopg.Error, *, dsn: str, schema: str | None) -> SyncGuardError:
+    """Our error for psycopg's: what happened, where, and what to do about it."""
+    where = describe_dsn(dsn)
+    text = (exc.diag.message_primary or str(exc)).strip()
+    if isinstance(exc, _MISSING):
+        place = f"schema {schema!r} of {where}" if schema else where
+        return SchemaBehind(f"{place} lacks syncguard's tables or functions ({text}): run `celery syncguard migrate`")
+    if isinstance(exc, pg.InsufficientPrivilege):
+        return StoreUnavailable(
+            f"{where}: {text}. Grant the worker's role what it needs: GRANT USAGE ON SCHEMA {schema or 'public'}, and "
+            f"SELECT, INSERT, UPDATE, DELETE ON the syncguard_* tables there (docs/operations.md)"
+        )
+    if isinstance(exc, pg.ReadOnlySqlTransaction):
+        return StoreUnavailable(f"{where} is read-only (a standby, or default_transaction_read_only): {text}")
+    if exc.sqlstate == "SG001":
+        return SyncGuardError(f"{where}: {text}: the counter of this key has left its range and must be repaired")
+    return StoreUnavailable(f"{where}: {text}")

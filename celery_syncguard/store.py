@@ -1,0 +1,200 @@
+"""What a lock store can do, and the values it answers with. `postgres` and `memory` implement it.
+
+Every method is one round trip at most, may be called from any thread, and either answers or raises `StoreUnavailable`
+(nothing is known) or `SchemaBehind`. Seconds are floats. An instant of the store's clock never leaves the store except
+as a difference, or as a `datetime` for people.
+
+The protocol exists because the same contract suite passes on both stores; a third one starts there (`testing`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, Protocol
+
+__all__ = [
+    "Acquire",
+    "Claim",
+    "Dead",
+    "Done",
+    "Grant",
+    "Held",
+    "LockRow",
+    "LockStore",
+    "Pruned",
+    "Release",
+    "Renewal",
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Acquire:
+    """A request for a lock. Only `key`, `lock_id` and `ttl` are needed; the rest comes from a task.
+
+    `run_keys`: answer `Done` instead if one of these is completed. `max_deaths`: answer `Dead` if the task lost that many
+    leases by the death of its process. `claim_key`: the task's claim, kept alive for `claim_ttl` or, without one, ended.
+    """
+
+    key: str
+    lock_id: str
+    ttl: float
+    holder: str | None = None
+    process: str | None = None
+    task_id: str | None = None
+    attempt: int | None = None
+    run_keys: tuple[str, ...] = ()
+    max_deaths: int | None = None
+    claim_key: str | None = None
+    claim_ttl: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Grant:
+    """The lock is ours: the fence, and when the grant ends on the store's clock."""
+
+    key: str
+    lock_id: str
+    fence: int
+    acquired_at: datetime
+    expires_at: datetime
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """Somebody else's lease is live on the key. What is not known of the holder is None."""
+
+    key: str
+    lock_id: str | None
+    fence: int | None
+    since: float
+    remaining: float
+    holder: str | None = None
+    task_id: str | None = None
+    attempt: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Done:
+    """A completion answers the request: the work was done by `task_id`, `age` seconds ago."""
+
+    run_key: str
+    task_id: str | None
+    age: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dead:
+    """The task's process died so often while it held a lease that it is not started again."""
+
+    deaths: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Renewal:
+    """A lease to renew, or one that was: `True` renewed, `None` there but busy (unknown). The lost are missing."""
+
+    key: str
+    lock_id: str
+    ttl: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Release:
+    """An end of a lease. `min_hold` keeps the key taken for so many seconds since the acquire; `run_key` records a
+    completion for `run_ttl`; `claim_key` ends the task's claim; `attempt_done`: the attempt ended by itself."""
+
+    key: str
+    lock_id: str
+    min_hold: float | None = None
+    task_id: str | None = None
+    run_key: str | None = None
+    run_ttl: float | None = None
+    claim_key: str | None = None
+    attempt_done: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LockRow:
+    """A live lease as anybody sees it."""
+
+    key: str
+    lock_id: str
+    fence: int
+    acquired_at: datetime
+    expires_at: datetime
+    since: float
+    remaining: float
+    holder: str | None
+    task_id: str | None
+    attempt: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Claim:
+    """Who owns a claim: `ours` tells whether that is the asking task. `age` and `remaining` in seconds."""
+
+    key: str
+    task_id: str
+    ours: bool
+    age: float
+    remaining: float
+    holder: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pruned:
+    """How many rows of each kind were deleted."""
+
+    locks: int
+    completions: int
+    claims: int
+    deaths: int
+    counters: int
+
+
+class LockStore(Protocol):
+    """A place where locks live."""
+
+    def acquire(self, request: Acquire) -> Grant | Held | Done | Dead:
+        """Take the lock, or say why not. Repeating a request with the same lock_id gives the same grant."""
+
+    def renew(self, renewals: Sequence[Renewal]) -> dict[str, bool | None]:
+        """Renew all of them: lock_id -> True (renewed) or None (busy, try again). A lost lease is missing."""
+
+    def release(self, release: Release) -> bool:
+        """End a lease early. False: it was not ours any more."""
+
+    def release_process(self, process: str) -> int:
+        """Free every lease of a process that is dead, counting the death for its tasks. How many there were."""
+
+    def locks(self, key: str | None = None, *, limit: int | None = None) -> list[LockRow]:
+        """The live leases, oldest first; with `key` only that one's."""
+
+    def prune(self, *, older: float, counters: bool = False) -> Pruned:
+        """Delete what has been over for `older` seconds; `counters`: idle fence counters too."""
+
+    def wait(self, key: str, timeout: float) -> bool:
+        """Wait until the lease on `key` may be gone, at most `timeout` seconds. A hint; False: nothing was heard."""
+
+    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None) -> Claim:
+        """Claim a piece of work for a task, unless another task has a live claim."""
+
+    def confirm(self, claims: Sequence[tuple[str, str, float]]) -> int:
+        """(key, task_id, ttl): make these claims last for their ttl since they were made. How many still were theirs."""
+
+    def unclaim(self, key: str, *, task_id: str) -> bool:
+        """End a task's claim. False: it was not its own."""
+
+    def fenced(self, conn: Any, *, key: str, lock_id: str, fence: int) -> bool:
+        """In the transaction open on `conn`: hold the lease fast until that ends. False: the lease is not live."""
+
+    def complete(self, conn: Any, *, run_key: str, task_id: str | None, ttl: float) -> bool:
+        """In the transaction open on `conn`: record a completion. False: there is one already."""
+
+    def forget(self) -> None:
+        """After a fork: drop what belongs to the parent process without closing it."""
+
+    def close(self) -> None:
+        """Close connections and threads. May be repeated."""
