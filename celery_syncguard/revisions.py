@@ -351,7 +351,10 @@ def _owner(owner_id: UUID | str) -> UUID:
         return owner_id
     if not isinstance(owner_id, str):
         raise TypeError(f"an owner id is a UUID or the text of one, not {type(owner_id).__name__}")
-    return UUID(owner_id)
+    try:
+        return UUID(owner_id)
+    except ValueError as exc:
+        raise ValueError(f"an owner id is a UUID or the text of one, not {owner_id!r:.80}") from exc
 
 
 def _text(owner_id: UUID | str) -> str:
