@@ -246,9 +246,7 @@ class StartSetup(Protocol):
 
 
 @pytest.fixture
-def celery_setup(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> Iterator[StartSetup]:
+def celery_setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StartSetup]:
     """Make the setup of this test: `setup = celery_setup("tests.acceptance.tasks_of_retries", conf={...})`.
 
     Unless told otherwise (`broker=`, `dsn=`) it uses the fixtures `broker` and `pg_dsn`, which the test has to

@@ -12,7 +12,6 @@ import pytest
 from tests.fixtures.cluster import ROOT
 from tests.fixtures.history import Event, overlaps
 from tests.fixtures.polling import poll
-from tests.fixtures.proxy import Proxy
 
 MODULE = "tests.acceptance.tasks_of_fixtures"
 
