@@ -11,9 +11,9 @@ import time
 
 __all__ = ["now", "wall_ms"]
 
-_CLOCK_ID: int | None = getattr(time, "CLOCK_BOOTTIME", None)
+_CLOCK_ID: int = getattr(time, "CLOCK_BOOTTIME", -1)
 
-if _CLOCK_ID is None:  # pragma: no cover - not Linux
+if _CLOCK_ID < 0:  # pragma: no cover - not Linux
 
     def now() -> float:
         """Seconds on the local deadline clock; only differences mean anything."""
@@ -21,9 +21,9 @@ if _CLOCK_ID is None:  # pragma: no cover - not Linux
 
 else:
 
-    def now(_clock_id: int = _CLOCK_ID) -> float:
+    def now() -> float:
         """Seconds on the local deadline clock; only differences mean anything."""
-        return time.clock_gettime(_clock_id)
+        return time.clock_gettime(_CLOCK_ID)
 
 
 def wall_ms() -> int:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey
 from celery_syncguard.key import normalize_key
@@ -33,7 +33,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 class Settings:
     """The `syncguard_*` settings of one application, checked. Seconds are floats."""
 
-    dsn: str = ""
+    dsn: str = dataclasses.field(default="", repr=False)  # it may hold a password
     schema: str | None = None
     pool_size: int = 2
     timeout: float = 5.0
@@ -45,7 +45,7 @@ class Settings:
     hlc: bool = False
 
     @classmethod
-    def from_mapping(cls, conf: Mapping[str, Any]) -> Settings:
+    def from_mapping(cls, conf: Mapping[Any, Any]) -> Settings:
         """The settings among a Celery configuration's keys (any case, any namespace already removed).
 
         Raises:
@@ -68,33 +68,41 @@ class Settings:
         return cls(**values)
 
     def __post_init__(self) -> None:
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen, set once here
-        if not isinstance(self.dsn, str):
-            raise ImproperlyConfigured(f"syncguard_dsn is a connection string, got {type(self.dsn).__name__}")
-        check_dsn(self.dsn)
-        if self.schema is not None and (not isinstance(self.schema, str) or not self.schema or "\0" in self.schema):
-            raise ImproperlyConfigured(f"syncguard_schema is the name of a schema, got {self.schema!r}")
-        if isinstance(self.pool_size, bool) or not isinstance(self.pool_size, int) or not 2 <= self.pool_size <= 1000:
+        given: Any = self  # what came from a configuration may be anything
+
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)  # frozen, set once here
+
+        if not isinstance(given.dsn, str):
+            raise ImproperlyConfigured(f"syncguard_dsn is a connection string, got {type(given.dsn).__name__}")
+        check_dsn(given.dsn)
+        if given.schema is not None and (not isinstance(given.schema, str) or not given.schema or "\0" in given.schema):
+            raise ImproperlyConfigured(f"syncguard_schema is the name of a schema, got {given.schema!r}")
+        if (
+            isinstance(given.pool_size, bool)
+            or not isinstance(given.pool_size, int)
+            or not 2 <= given.pool_size <= 1000
+        ):
             raise ImproperlyConfigured(
                 f"syncguard_pool_size is a number of connections per process from 2 (one to work, one to renew) to "
-                f"1000, got {self.pool_size!r}"
+                f"1000, got {given.pool_size!r}"
             )
-        put("timeout", seconds(self.timeout, what="syncguard_timeout", minimum=0.1, maximum=300.0))
-        put("lock_ttl", ttl_seconds(self.lock_ttl, what="syncguard_lock_ttl"))
-        put("leader_ttl", seconds(self.leader_ttl, what="syncguard_leader_ttl", minimum=3.0, maximum=3600.0))
+        put("timeout", seconds(given.timeout, what="syncguard_timeout", minimum=0.1, maximum=300.0))
+        put("lock_ttl", ttl_seconds(given.lock_ttl, what="syncguard_lock_ttl"))
+        put("leader_ttl", seconds(given.leader_ttl, what="syncguard_leader_ttl", minimum=3.0, maximum=3600.0))
         try:
-            put("leader_key", normalize_key(self.leader_key, what="syncguard_leader_key"))
+            put("leader_key", normalize_key(given.leader_key, what="syncguard_leader_key"))
         except InvalidKey as exc:
             raise ImproperlyConfigured(str(exc)) from exc
-        if self.catch_up not in CATCH_UP:
+        if given.catch_up not in CATCH_UP:
             raise ImproperlyConfigured(
-                f"syncguard_catch_up is one of {', '.join(map(repr, CATCH_UP))}, got {self.catch_up!r}"
+                f"syncguard_catch_up is one of {', '.join(map(repr, CATCH_UP))}, got {given.catch_up!r}"
             )
-        if not isinstance(self.hlc, bool):
-            raise ImproperlyConfigured(f"syncguard_hlc is True or False, got {self.hlc!r}")
-        if self.beat_scheduler is not None and not isinstance(self.beat_scheduler, (str, type)):
+        if not isinstance(given.hlc, bool):
+            raise ImproperlyConfigured(f"syncguard_hlc is True or False, got {given.hlc!r}")
+        if given.beat_scheduler is not None and not isinstance(given.beat_scheduler, (str, type)):
             raise ImproperlyConfigured(
-                f"syncguard_beat_scheduler is a scheduler class or its dotted name, got {self.beat_scheduler!r}"
+                f"syncguard_beat_scheduler is a scheduler class or its dotted name, got {given.beat_scheduler!r}"
             )
 
     @property
@@ -109,7 +117,9 @@ def check_dsn(dsn: str) -> None:
     Raises:
         ImproperlyConfigured: the URL is for another kind of database.
     """
-    scheme = urlsplit(dsn).scheme if "://" in dsn else ""
+    scheme = dsn.partition("://")[0].lower() if "://" in dsn else ""
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
+        return  # key=value pairs, one of which contains "://"
     if not dsn or scheme in ("", "postgres", "postgresql", "memory"):
         return
     base = scheme.split("+", 1)[0]

@@ -94,7 +94,12 @@ class TooManyDeaths(SyncGuardError):
 
 
 class StoreUnavailable(SyncGuardError):
-    """The database did not answer, or refused to: whether the statement took effect is unknown."""
+    """The database did not answer, or refused to: whether the statement took effect is unknown.
+
+    Attributes: `sent`, false if it certainly did not, because no connection was to be had.
+    """
+
+    sent: bool = True
 
 
 class SchemaBehind(SyncGuardError):

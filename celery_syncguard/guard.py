@@ -14,7 +14,7 @@ from typing import Any
 
 from celery_syncguard import clock, fencing
 from celery_syncguard.config import Settings
-from celery_syncguard.errors import LockHeld, NoLease, StoreUnavailable
+from celery_syncguard.errors import ImproperlyConfigured, LockHeld, NoLease, StoreUnavailable
 from celery_syncguard.events import Events, logger
 from celery_syncguard.key import new_lock_id, normalize_key, public_key
 from celery_syncguard.lease import Lease, seconds, ttl_seconds
@@ -97,14 +97,11 @@ class SyncGuard:
 
     def forget(self) -> None:
         """After a fork: this process holds nothing."""
-        if isinstance(self.store, MemoryStore):
-            self.store.forget()
+        self.store.forget()
         self._renewer.forget()
         self._turns = _Turns()
 
-    def try_acquire(
-        self, key: str, *, ttl: float | timedelta | None = None, holder: str | None = None
-    ) -> Lease | None:
+    def try_acquire(self, key: str, *, ttl: float | timedelta | None = None, holder: str | None = None) -> Lease | None:
         """Acquire the lock, without waiting. The lease is renewed until it is released, lost, or dropped.
 
         Arguments:
@@ -179,14 +176,21 @@ class SyncGuard:
             key=key,
             lock_id=new_lock_id(),
             ttl=self.settings.lock_ttl if ttl is None else ttl_seconds(ttl),
-            holder=holder if holder is not None else default_holder(),
+            holder=default_holder() if holder is None else _holder(holder),
             process=process_id(),
         )
 
     def acquire(self, request: Acquire) -> Lease | Held | Done | Dead:
         """One attempt. The lease that it answers with is being renewed."""
         sent_at = clock.now()
-        answer = self.store.acquire(request)
+        try:
+            answer = self.store.acquire(request)
+        except StoreUnavailable as exc:
+            if exc.sent:
+                # Perhaps granted, and nobody knows: do not let it block others for a whole ttl.
+                orphan = Release(key=request.key, lock_id=request.lock_id)
+                self._renewer.release_later(orphan, until=clock.now() + request.ttl)
+            raise
         if not isinstance(answer, Grant):
             return answer
         lease = Lease(
@@ -205,18 +209,18 @@ class SyncGuard:
     def acquire_waiting(self, request: Acquire, *, wait: float) -> Lease | Held | Done | Dead:
         """`acquire`, repeated for `wait` seconds while the key is held."""
         give_up_at = clock.now() + wait
-        answer = self.acquire(request)
-        if not isinstance(answer, Held) or wait <= 0:
-            return answer
-        # One waiter per process and key asks the database; the others wait for their turn behind it.
-        with self._turns.turn(request.key, wait) as ours:
-            if not ours:
+        if wait <= 0 or not self._turns.anybody(request.key):
+            answer = self.acquire(request)
+            if wait <= 0 or not isinstance(answer, Held):
                 return answer
+        # One waiter per process and key asks the database; the others wait for their turn behind it.
+        with self._turns.turn(request.key, give_up_at - clock.now()) as ours:
+            answer = self.acquire(request)
             quiet = 0
-            while isinstance(answer, Held):
+            while ours and isinstance(answer, Held):
                 left = give_up_at - clock.now()
                 if left <= 0:
-                    return answer
+                    break
                 low, high = _POLL
                 pause = min(high, low * 2 ** min(quiet, 4)) * random.uniform(0.75, 1.25)
                 if answer.remaining > 0:
@@ -226,11 +230,12 @@ class SyncGuard:
                 heard = self.store.wait(request.key, max(0.001, min(left, pause)))
                 quiet = 0 if heard else quiet + 1
                 answer = self.acquire(request)
-            return answer
+        return answer
 
     def release_lease(self, lease: Lease, **extras: Any) -> bool:
         """Release, with what a task adds to it (`store.Release`). A database that does not answer does not stop the
-        caller: the release is repeated in the background until it is answered or the lease has expired."""
+        caller: the release is repeated in the background until it is answered or the lease has expired.
+        """
         lost = lease.lost_reason is not None
         if not lease.end():
             return False
@@ -260,7 +265,14 @@ class SyncGuard:
 
     def fenced_transaction(self, lease: Lease, conn: Any) -> AbstractContextManager[None]:
         lease.check()
+        if isinstance(self.store, MemoryStore):
+            return self._proved(lease, conn)
         return fencing.fenced_transaction(self.store, lease, conn)
+
+    @contextmanager
+    def _proved(self, lease: Lease, conn: Any) -> Iterator[None]:
+        self.prove_lease(lease, conn)
+        yield
 
     def complete_lease(self, lease: Lease, conn: Any) -> bool:
         if lease.run_key is None:
@@ -280,34 +292,44 @@ class SyncGuard:
 def _make_store(settings: Settings) -> LockStore:
     if settings.in_memory:
         return MemoryStore()
-    return PostgresStore(
-        settings.dsn, schema=settings.schema, pool_size=settings.pool_size, timeout=settings.timeout
-    )
+    return PostgresStore(settings.dsn, schema=settings.schema, pool_size=settings.pool_size, timeout=settings.timeout)
+
+
+def _holder(holder: object) -> str:
+    if not isinstance(holder, str):
+        raise ImproperlyConfigured(f"holder is text, got {type(holder).__name__}")
+    # For people only, so what PostgreSQL cannot store is shown as a question mark rather than refused.
+    return holder.replace("\0", "?").encode("utf-8", "replace").decode()
 
 
 class _Turns:
-    """A queue per key within this process, so that many local waiters cost the database no more than one."""
+    """A queue per key within this process: first come, first served, and many local waiters cost the database no more
+    than one.
+    """
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._queues: dict[str, tuple[threading.Lock, int]] = {}
+        self._queues: dict[str, list[threading.Event]] = {}
+
+    def anybody(self, key: str) -> bool:
+        """Whether somebody waits, whom a newcomer must not overtake."""
+        return key in self._queues
 
     @contextmanager
     def turn(self, key: str, timeout: float) -> Iterator[bool]:
         """True inside if it is our turn, false if that did not come in `timeout` seconds."""
+        ours = threading.Event()
         with self._mutex:
-            lock, waiting = self._queues.get(key, (threading.Lock(), 0))
-            self._queues[key] = (lock, waiting + 1)
-        ours = lock.acquire(timeout=timeout)
+            queue = self._queues.setdefault(key, [])
+            queue.append(ours)
+            if len(queue) == 1:
+                ours.set()
         try:
-            yield ours
+            yield ours.wait(max(0.0, timeout))
         finally:
-            if ours:
-                lock.release()
             with self._mutex:
-                lock, waiting = self._queues[key]
-                if waiting == 1:
-                    del self._queues[key]
+                queue.remove(ours)
+                if queue:
+                    queue[0].set()
                 else:
-                    self._queues[key] = (lock, waiting - 1)
-
+                    del self._queues[key]

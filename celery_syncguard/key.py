@@ -47,21 +47,25 @@ def normalize_key(key: Any, *, what: str = "key") -> str:
     """
     if not isinstance(key, str):
         raise InvalidKey(f"a {what} is text, got {type(key).__name__}: {key!r:.80}", key=key)
-    if key.isascii():
-        size = len(key)
+    # Exactly text: drivers write the *name* of an enum that is also text, and its str() differs between Pythons.
+    text = str.__str__(key)
+    if text.isascii():
+        size = len(text)
     else:
-        key = unicodedata.normalize("NFC", key)
+        text = unicodedata.normalize("NFC", text)
         try:
-            size = len(key.encode("utf-8"))
+            size = len(text.encode("utf-8"))
         except UnicodeEncodeError as exc:
-            raise InvalidKey(f"a {what} cannot contain a lone surrogate: {key!r:.80}", key=key) from exc
+            raise InvalidKey(f"a {what} cannot contain a lone surrogate: {text!r:.80}", key=key) from exc
     if not size:
         raise InvalidKey(f"a {what} cannot be empty", key=key)
     if size > MAX_KEY_BYTES:
-        raise InvalidKey(f"a {what} has at most {MAX_KEY_BYTES} UTF-8 bytes, this one has {size}: {key!r:.80}…", key=key)
-    if "\0" in key:
-        raise InvalidKey(f"a {what} cannot contain NUL: {key!r:.80}", key=key)
-    return key
+        raise InvalidKey(
+            f"a {what} has at most {MAX_KEY_BYTES} UTF-8 bytes, this one has {size}: {text!r:.80}…", key=key
+        )
+    if "\0" in text:
+        raise InvalidKey(f"a {what} cannot contain NUL: {text!r:.80}", key=key)
+    return text
 
 
 def public_key(key: Any, *, what: str = "key") -> str:
@@ -70,7 +74,7 @@ def public_key(key: Any, *, what: str = "key") -> str:
     Raises:
         InvalidKey: as `normalize_key`, or the key starts with `__syncguard_`.
     """
-    key = normalize_key(key, what=what)
-    if key.startswith(RESERVED_PREFIX):
-        raise InvalidKey(f"{what}s that start with {RESERVED_PREFIX!r} are reserved: {key!r:.80}", key=key)
-    return str(key)
+    text = normalize_key(key, what=what)
+    if text.startswith(RESERVED_PREFIX):
+        raise InvalidKey(f"{what}s that start with {RESERVED_PREFIX!r} are reserved: {text!r:.80}", key=key)
+    return text

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -45,7 +46,8 @@ def seconds(value: Any, *, what: str, minimum: float = 0.0, maximum: float = mat
         value = value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ImproperlyConfigured(f"{what} is a number of seconds or a timedelta, got {value!r:.80}")
-    if math.isnan(value) or not minimum <= value <= maximum or math.isinf(value):
+    # Compared before it becomes a float, which a very large int cannot; NaN compares as false.
+    if not minimum <= value <= min(maximum, sys.float_info.max):
         raise ImproperlyConfigured(f"{what} is between {minimum:g} and {maximum:g} seconds, got {value!r}")
     return float(value)
 
@@ -210,11 +212,15 @@ class Lease:
 
     # What follows is for the keeper.
 
-    def extend(self, sent_at: float) -> None:
-        """A renewal that was sent at `sent_at` succeeded."""
+    def extend(self, sent_at: float) -> bool:
+        """A renewal that was sent at `sent_at` succeeded. False if that comes too late: whoever looked at the lease
+        after its deadline was told that it is lost, and lost it stays.
+        """
         with self._mutex:
-            if self.lost_reason is None and not self.released:
-                self.deadline = max(self.deadline, sent_at + self.ttl - margin(self.ttl))
+            if self.lost_reason is not None or self.released or clock.now() >= self.deadline:
+                return False
+            self.deadline = max(self.deadline, sent_at + self.ttl - margin(self.ttl))
+            return True
 
     def lose(self, reason: str) -> bool:
         """End as lost. True the first time."""

@@ -29,8 +29,9 @@ _TURN = 0.5
 class Listener:
     """Lets threads wait for the release of a key."""
 
-    def __init__(self, parameters: dict[str, Any]) -> None:
+    def __init__(self, parameters: dict[str, Any], *, timeout: float) -> None:
         self._parameters = parameters
+        self._timeout = timeout
         self.forget()
 
     def forget(self) -> None:
@@ -38,7 +39,7 @@ class Listener:
         session: Session | None = getattr(self, "_session", None)
         if session is not None:
             session.forget()
-        self._session = Session(self._parameters)
+        self._session = Session(self._parameters, timeout=self._timeout)
         self._mutex = threading.Lock()
         self._waiters: dict[str, set[threading.Event]] = {}
         self._listening = threading.Event()

@@ -32,7 +32,9 @@ class Loop:
         backoff: bounds in seconds of the wait after `step` raised.
     """
 
-    def __init__(self, name: str, step: Callable[[], float | None], *, backoff: tuple[float, float] = (0.1, 5.0)) -> None:
+    def __init__(
+        self, name: str, step: Callable[[], float | None], *, backoff: tuple[float, float] = (0.1, 5.0)
+    ) -> None:
         self._name = name
         self._step = step
         self._backoff = backoff
@@ -43,12 +45,12 @@ class Loop:
 
     def start(self) -> None:
         """Start the thread, unless it runs."""
-        if self._thread is not None and not self._stopping:
-            return
         with self._mutex:
-            if self._thread is not None and not self._stopping and self._thread.is_alive():
+            if self.running:
                 return
             self._stopping = False
+            # A thread that was told to stop without being woken may still wait on the old event.
+            self._event.set()
             self._event = threading.Event()
             self._thread = threading.Thread(target=self._run, args=(self._event,), name=self._name, daemon=True)
             self._thread.start()
@@ -83,7 +85,7 @@ class Loop:
             try:
                 delay = self._step()
                 failures = 0
-            except Exception:
+            except Exception:  # noqa: BLE001 - a loop outlives its work
                 logger.exception("%s failed and will try again", self._name)
                 low, high = self._backoff
                 delay = low + random.uniform(0.0, min(high, low * 2.0**failures))

@@ -51,6 +51,10 @@ def _attempt_key(task_id: str | None, attempt: int | None) -> str:
     return f"attempt:{task_id}:{attempt}"
 
 
+def _same(row: _Row, request: Acquire) -> bool:
+    return row.request.lock_id == request.lock_id
+
+
 class MemoryStore:
     """Locks in this process's memory. Threads share it; processes do not."""
 
@@ -89,10 +93,10 @@ class MemoryStore:
                     return Done(run_key=run_key, task_id=done.task_id, age=now - done.completed)
             if request.max_deaths is not None and request.task_id is not None:
                 deaths = self._deaths.get(request.task_id, (0, 0.0))[0]
-                deaths += row is not None and row.task_id == request.task_id
+                deaths += row is not None and row.task_id == request.task_id and not _same(row, request)
                 if deaths >= request.max_deaths:
                     return Dead(deaths=deaths)
-            if row is not None:
+            if row is not None and not _same(row, request):
                 self._bury(row, now)
             fence = max(self._counters.get(request.key, 0) + 1, int((now + self._offset) * 1000))
             self._counters[request.key] = fence
@@ -156,8 +160,14 @@ class MemoryStore:
             if row is None or row.request.lock_id != release.lock_id:
                 return False
             if release.min_hold is not None and row.acquired + release.min_hold > now:
-                row.expires = row.acquired + release.min_hold
-                row.process = row.task_id = None
+                # Under another lock_id, as a renewal that is under way must not find the lease any more.
+                self._rows[release.key] = dataclasses.replace(
+                    row,
+                    request=dataclasses.replace(row.request, lock_id=release.lock_id[::-1]),
+                    expires=row.acquired + release.min_hold,
+                    process=None,
+                    task_id=None,
+                )
             else:
                 del self._rows[release.key]
             if release.run_key is not None:
@@ -210,7 +220,7 @@ class MemoryStore:
             for key in locks:
                 del self._rows[key]
             limit = int((before + self._offset) * 1000)
-            idle = [key for key, fence in self._counters.items() if fence <= limit and key not in self._rows]
+            idle = [key for key, fence in self._counters.items() if fence < limit and key not in self._rows]
             idle = idle if counters else []
             for key in completions:
                 del self._completions[key]
@@ -272,7 +282,9 @@ class MemoryStore:
     def fenced(self, conn: Any, *, key: str, lock_id: str, fence: int) -> bool:
         with self._changed:
             row = self._rows.get(key)
-            return row is not None and (row.request.lock_id, row.fence) == (lock_id, fence) and row.expires > clock.now()
+            return (
+                row is not None and (row.request.lock_id, row.fence) == (lock_id, fence) and row.expires > clock.now()
+            )
 
     def complete(self, conn: Any, *, run_key: str, task_id: str | None, ttl: float) -> bool:
         with self._changed:

@@ -5,13 +5,16 @@ connection for one thread's standing work, the renewer's or the listener's, so t
 Both are in autocommit, prepare nothing (any pooler works), and after a fork are abandoned without being closed, because
 the socket is the parent's too.
 
+No statement waits for ever: a server that hangs (frozen, or behind a network that drops packets) keeps its TCP connection
+alive, so the client itself stops waiting for an answer after a while.
+
 Not here: what is said to the server (`postgres`), and the caller's connections (`caller`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +27,8 @@ from celery_syncguard.errors import ImproperlyConfigured, StoreUnavailable
 
 __all__ = ["Pool", "Session", "connection_parameters", "describe_dsn"]
 
-Connection = psycopg.Connection[tuple[Any, ...]]
+#: Seconds for which a function of ours may wait for a row on the server (its lock_timeout), before it answers.
+LOCK_TIMEOUT = 2.0
 
 #: Seconds after which an unused connection may be closed.
 MAX_IDLE = 30.0
@@ -56,11 +60,12 @@ def connection_parameters(dsn: str, *, timeout: float) -> dict[str, Any]:
         )
     try:
         parameters = psycopg.conninfo.conninfo_to_dict(dsn)
-    except psycopg.ProgrammingError as exc:
+    except psycopg.ProgrammingError:
+        # Without its cause: libpq repeats the text that it could not read, password and all.
         raise ImproperlyConfigured(
             "syncguard_dsn is not a PostgreSQL connection string (expected postgresql://user@host/database "
             "or host=… dbname=…)"
-        ) from exc
+        ) from None
     return {**_NETWORK, "connect_timeout": str(max(2, round(timeout))), **parameters}
 
 
@@ -76,8 +81,31 @@ def describe_dsn(dsn: str) -> str:
     return f"{name} at {host}:{port}"
 
 
-def _connect(parameters: dict[str, Any]) -> Connection:
-    return psycopg.connect(autocommit=True, prepare_threshold=None, **parameters)
+class Connection(psycopg.Connection[tuple[Any, ...]]):
+    """A connection that does not wait for ever: after `patience` seconds without an answer it is given up."""
+
+    patience = 10.0
+
+    def wait(self, gen: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
+        return super().wait(self._patient(gen), *args, **kwargs)
+
+    def _patient(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        # psycopg asks its generators again every tenth of a second, with "nothing is ready yet".
+        give_up_at = clock.now() + self.patience
+        try:
+            wanted = next(gen)
+            while True:
+                ready = yield wanted
+                if not ready and clock.now() >= give_up_at:
+                    self.pgconn.finish()
+                    raise psycopg.OperationalError(f"the server did not answer within {self.patience:g} s")
+                wanted = gen.send(ready)
+        except StopIteration as stop:
+            return stop.value
+
+
+def _settings(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {**parameters, "autocommit": True, "prepare_threshold": None}
 
 
 class Pool:
@@ -120,8 +148,10 @@ class Pool:
             if self._pool is None:
                 remember = self._remember
 
-                class Remembering(psycopg.Connection[tuple[Any, ...]]):
+                class Remembering(Connection):
                     """Keeps the reason of a failed attempt, which the pool only logs."""
+
+                    patience = self._timeout + LOCK_TIMEOUT
 
                     @classmethod
                     def connect(cls, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +164,7 @@ class Pool:
                         return conn
 
                 self._pool = psycopg_pool.ConnectionPool(
-                    kwargs={**self._parameters, "autocommit": True, "prepare_threshold": None},
+                    kwargs=_settings(self._parameters),
                     connection_class=Remembering,
                     min_size=0,
                     max_size=self._size,
@@ -167,8 +197,9 @@ class Pool:
 class Session:
     """One connection for one standing task. `use()` gives it to one thread at a time."""
 
-    def __init__(self, parameters: dict[str, Any]) -> None:
+    def __init__(self, parameters: dict[str, Any], *, timeout: float) -> None:
         self._parameters = parameters
+        self._timeout = timeout
         self._mutex = threading.Lock()
         self._conn: Connection | None = None
         self._used_at = 0.0
@@ -182,7 +213,8 @@ class Session:
         """
         with self._mutex:
             if self._conn is None or self._conn.closed:
-                self._conn = _connect(self._parameters)
+                self._conn = Connection.connect(**_settings(self._parameters))
+                self._conn.patience = self._timeout + LOCK_TIMEOUT
             try:
                 yield self._conn
             except BaseException:

@@ -61,6 +61,10 @@ _FINAL = (pg.LockNotAvailable, pg.QueryCanceled, pg.InvalidPassword, pg.InvalidA
 _MISSING = (pg.UndefinedFunction, pg.UndefinedTable, pg.UndefinedColumn, pg.InvalidSchemaName)
 
 
+class _Busy(StoreUnavailable):
+    """A wait for a row on the server came to its bound, the lock_timeout."""
+
+
 def _ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
@@ -88,10 +92,9 @@ class PostgresStore:
         self.timeout = timeout
         parameters = connection_parameters(dsn, timeout=timeout)
         self._pool = Pool(parameters, size=pool_size - 1, timeout=timeout)
-        self._standing = Session(parameters)
-        self._listener = Listener(parameters)
+        self._standing = Session(parameters, timeout=timeout)
+        self._listener = Listener(parameters, timeout=timeout)
         self._queries: dict[str, bytes] = {}
-        self._mutex = threading.Lock()
         forget_in_children(self)
 
     def __repr__(self) -> str:
@@ -115,7 +118,7 @@ class PostgresStore:
         )
         try:
             row = self._one("acquire", parameters)
-        except pg.LockNotAvailable:
+        except _Busy:
             # Somebody is busy with this very key, for longer than we care to wait. Who, we were not told.
             return Held(key=request.key, lock_id=None, fence=None, since=0.0, remaining=0.0)
         outcome, now_ms, lock_id, fence, acquired, expires, holder, task_id, attempt, run_key, deaths = row
@@ -153,7 +156,7 @@ class PostgresStore:
         try:
             with self._facts(), self._standing.use() as conn:
                 rows = conn.execute(self._query("renew", conn), parameters).fetchall()
-        except pg.LockNotAvailable:
+        except _Busy:
             return {one.lock_id: None for one in renewals}
         answer: dict[str, bool | None] = {}
         for lock_id, expires in rows:
@@ -173,7 +176,7 @@ class PostgresStore:
         )
         try:
             return bool(self._one("release", parameters)[0])
-        except pg.LockNotAvailable as exc:
+        except _Busy as exc:
             raise StoreUnavailable(
                 f"the lock row of {release.key!r} is locked by a transaction that called fenced() and has not ended"
             ) from exc
@@ -285,12 +288,15 @@ class PostgresStore:
         give_up_at = clock.now() + self.timeout
         pause = threading.Event()
         attempt = 0
+        sent = False
         while True:
             try:
                 with self._facts(), self._pool.connection() as conn:
+                    sent = True
                     return work(conn)
             except StoreUnavailable as exc:
                 left = give_up_at - clock.now()
+                exc.sent = sent
                 if not isinstance(exc.__cause__, _TRANSIENT) or isinstance(exc.__cause__, _FINAL) or left <= 0:
                     raise
                 if attempt:
@@ -330,7 +336,7 @@ class _Facts:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, traceback: Any) -> None:
-        if not isinstance(exc, psycopg.Error) or isinstance(exc, pg.LockNotAvailable):
+        if not isinstance(exc, psycopg.Error):
             return
         raise fact(exc, dsn=self._store.dsn, schema=self._store.schema) from exc
 
@@ -339,13 +345,16 @@ def fact(exc: psycopg.Error, *, dsn: str, schema: str | None) -> SyncGuardError:
     """Our error for psycopg's: what happened, where, and what to do about it."""
     where = describe_dsn(dsn)
     text = (exc.diag.message_primary or str(exc)).strip()
+    if isinstance(exc, pg.LockNotAvailable):
+        return _Busy(f"{where}: a row of ours is locked by another transaction: {text}")
     if isinstance(exc, _MISSING):
         place = f"schema {schema!r} of {where}" if schema else where
         return SchemaBehind(f"{place} lacks syncguard's tables or functions ({text}): run `celery syncguard migrate`")
     if isinstance(exc, pg.InsufficientPrivilege):
         return StoreUnavailable(
             f"{where}: {text}. Grant the worker's role what it needs: GRANT USAGE ON SCHEMA {schema or 'public'}, and "
-            f"SELECT, INSERT, UPDATE, DELETE ON the syncguard_* tables there (docs/operations.md)"
+            f"SELECT, INSERT, UPDATE, DELETE ON the syncguard_* tables there; `celery syncguard doctor` prints the GRANT "
+            f"that is missing"
         )
     if isinstance(exc, pg.ReadOnlySqlTransaction):
         return StoreUnavailable(f"{where} is read-only (a standby, or default_transaction_read_only): {text}")

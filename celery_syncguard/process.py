@@ -12,6 +12,7 @@ import secrets
 import socket
 import sys
 import weakref
+from pathlib import Path
 from typing import Protocol
 
 __all__ = ["default_holder", "forget_in_children", "process_id"]
@@ -26,8 +27,10 @@ def process_id(pid: int | None = None) -> str:
 
 def default_holder() -> str:
     """Who holds, for people: program, host and pid."""
-    program = os.path.basename(sys.argv[0] if sys.argv and sys.argv[0] else "python")
-    return f"{program} on {socket.gethostname()} pid {os.getpid()}"
+    program = Path(sys.argv[0] if sys.argv and sys.argv[0] else "python").name
+    text = f"{program} on {socket.gethostname()} pid {os.getpid()}"
+    # A file name may hold bytes that are no text.
+    return text.encode("utf-8", "replace").decode()
 
 
 class Forgetful(Protocol):

@@ -107,7 +107,9 @@ class Renewer:
             return False
         if answer[lease.lock_id] is None:
             raise StoreUnavailable(f"the lock row of {lease.key!r} is locked by another transaction")
-        lease.extend(sent_at)
+        if not lease.extend(sent_at):
+            lease.lose(_EXPIRED)
+            return False
         return True
 
     def release_later(self, release: Release, *, until: float) -> None:
@@ -185,14 +187,17 @@ class Renewer:
     def _release_late(self) -> None:
         with self._mutex:
             late, self._late = self._late, []
-        for release, until in late:
+        while late:
+            release, until = late.pop(0)
             if clock.now() >= until:
                 continue
             try:
                 self._store.release(release)
             except SyncGuardError:
+                # One attempt that hangs is enough for now: leases are waiting to be renewed.
                 with self._mutex:
-                    self._late.append((release, until))
+                    self._late = [*late, (release, until), *self._late]
+                return
 
     def _next_wait(self) -> float | None:
         now = clock.now()

@@ -1,7 +1,8 @@
 -- Locks, their fence counters, and the functions that work on them.
 --
 -- The two tables up to the marked columns are kriasoft/syncguard's PostgreSQL schema, so that its TypeScript
--- client and this library can share them. Everything below the mark is nullable and ours.
+-- client and this library can share them; where it came first, its tables are adopted. Everything below the mark is
+-- nullable and ours.
 --
 -- Rules that every function keeps:
 --   * time is clock_timestamp(), read after a row lock was granted, so that waiting costs nobody a part of a ttl;
@@ -9,7 +10,7 @@
 --   * nobody waits for a row lock without a bound;
 --   * a fence is computed inside the update of the counter, under the counter's row lock.
 
-CREATE TABLE syncguard_locks (
+CREATE TABLE IF NOT EXISTS syncguard_locks (
   key TEXT PRIMARY KEY,
   lock_id TEXT NOT NULL,
   expires_at_ms BIGINT NOT NULL,
@@ -18,10 +19,10 @@ CREATE TABLE syncguard_locks (
   user_key TEXT NOT NULL
 );
 
-CREATE UNIQUE INDEX idx_syncguard_locks_lock_id ON syncguard_locks (lock_id);
-CREATE INDEX idx_syncguard_locks_expires ON syncguard_locks (expires_at_ms);
+CREATE UNIQUE INDEX IF NOT EXISTS idx_syncguard_locks_lock_id ON syncguard_locks (lock_id);
+CREATE INDEX IF NOT EXISTS idx_syncguard_locks_expires ON syncguard_locks (expires_at_ms);
 
-CREATE TABLE syncguard_fence_counters (
+CREATE TABLE IF NOT EXISTS syncguard_fence_counters (
   fence_key TEXT PRIMARY KEY,
   fence BIGINT NOT NULL DEFAULT 0,
   key_debug TEXT
@@ -164,7 +165,8 @@ BEGIN
     IF p_max_deaths IS NOT NULL AND p_task_id IS NOT NULL THEN
       SELECT d.deaths INTO v_deaths FROM syncguard_deaths d WHERE d.task_id = p_task_id;
       v_deaths := coalesce(v_deaths, 0);
-      IF v_row.key IS NOT NULL AND v_row.task_id = p_task_id AND v_row.holder_lock_id = v_row.lock_id THEN
+      IF v_row.key IS NOT NULL AND v_row.task_id = p_task_id AND v_row.holder_lock_id = v_row.lock_id
+        AND v_row.lock_id <> p_lock_id THEN
         v_deaths := v_deaths + 1;
       END IF;
       IF v_deaths >= p_max_deaths THEN
@@ -206,7 +208,8 @@ BEGIN
         SELECT * INTO v_row FROM syncguard_locks l WHERE l.key = p_key;
         outcome := 'held';
       ELSE
-        IF v_row.task_id IS NOT NULL AND v_row.holder_lock_id = v_row.lock_id THEN
+        -- An expired row of p_lock_id itself is an answer that got lost long ago, not a death.
+        IF v_row.task_id IS NOT NULL AND v_row.holder_lock_id = v_row.lock_id AND v_row.lock_id <> p_lock_id THEN
           INSERT INTO syncguard_deaths AS d (task_id, deaths, last_at_ms)
           VALUES (v_row.task_id, 1, now_ms)
           ON CONFLICT (task_id) DO UPDATE SET deaths = d.deaths + 1, last_at_ms = excluded.last_at_ms;
@@ -297,7 +300,8 @@ $$;
 
 -- Ends a lease early: true if it was still there. Commits without waiting for the disk, as a release that a crash
 -- loses costs others nothing but waiting, unless it records a completion (p_run_key for p_run_ttl_ms).
--- p_min_hold_ms keeps the key taken for so long after the acquire. p_claim_key ends the task's claim.
+-- p_min_hold_ms keeps the key taken for so long after the acquire, under another lock_id: a renewal that was under way
+-- must not find the lease any more. p_claim_key ends the task's claim.
 -- p_attempt_done says that this attempt of the task ended by itself, so that a copy of it need not run.
 -- Not for use inside a longer transaction: that would become asynchronous as a whole.
 CREATE FUNCTION syncguard_release(
@@ -321,20 +325,22 @@ BEGIN
   IF p_run_key IS NULL THEN
     PERFORM set_config('synchronous_commit', 'off', TRUE);
   END IF;
-  IF p_claim_key IS NOT NULL THEN
-    DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id;
-  END IF;
   IF p_min_hold_ms IS NOT NULL THEN
     UPDATE syncguard_locks l
-    SET expires_at_ms = l.acquired_at_ms + p_min_hold_ms, process = NULL, task_id = NULL
+    SET lock_id = reverse(l.lock_id), holder_lock_id = reverse(l.lock_id),
+      expires_at_ms = l.acquired_at_ms + p_min_hold_ms, process = NULL, task_id = NULL
     WHERE l.key = p_key AND l.lock_id = p_lock_id AND l.acquired_at_ms + p_min_hold_ms > syncguard_clock_ms()
     RETURNING l.* INTO v_row;
   END IF;
   IF v_row.key IS NULL THEN
     DELETE FROM syncguard_locks l WHERE l.key = p_key AND l.lock_id = p_lock_id RETURNING l.* INTO v_row;
-    IF v_row.key IS NULL THEN
-      RETURN FALSE;
-    END IF;
+  END IF;
+  -- After the lock's row, as in syncguard_acquire, so that the two cannot deadlock.
+  IF p_claim_key IS NOT NULL THEN
+    DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id;
+  END IF;
+  IF v_row.key IS NULL THEN
+    RETURN FALSE;
   END IF;
   v_now := syncguard_clock_ms();
   IF p_run_key IS NOT NULL THEN
@@ -600,7 +606,7 @@ BEGIN
   IF p_counters THEN
     DELETE FROM syncguard_fence_counters WHERE ctid = ANY (ARRAY(
       SELECT c.ctid FROM syncguard_fence_counters c
-      WHERE c.fence BETWEEN 1000000000000 AND v_before
+      WHERE c.fence >= 1000000000000 AND c.fence < v_before
         AND NOT EXISTS (SELECT 1 FROM syncguard_locks l WHERE 'fence:' || l.key = c.fence_key)
       LIMIT p_limit FOR UPDATE SKIP LOCKED
     ));
