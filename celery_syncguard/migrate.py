@@ -12,15 +12,17 @@ import dataclasses
 import hashlib
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import psycopg
 from psycopg import sql
 
 from celery_syncguard.errors import SchemaBehind, SyncGuardError
-from celery_syncguard.pool import Connection, connection_parameters, describe_dsn
+from celery_syncguard.pool import connection_parameters, describe_dsn
 
 __all__ = ["Migration", "SchemaState", "check", "copyable_sql", "folder", "migrate", "migrations", "state"]
+
+Connection: TypeAlias = psycopg.Connection[Any]
 
 #: Created before the first migration, by whoever runs it.
 _RECORDS = """\
@@ -29,6 +31,16 @@ CREATE TABLE IF NOT EXISTS syncguard_migrations (
   checksum TEXT NOT NULL,
   applied_at TIMESTAMPTZ NOT NULL DEFAULT clock_timestamp()
 )"""
+
+#: Outside a transaction a local setting is gone by the next statement, and the tables would land anywhere.
+_ONE_TRANSACTION = """\
+DO $$
+BEGIN
+  IF current_setting('search_path') NOT LIKE '%, pg_temp' THEN
+    RAISE EXCEPTION 'run this in one transaction, for example with psql -1 -v ON_ERROR_STOP=1';
+  END IF;
+END
+$$;"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +62,7 @@ class Migration:
     @property
     def tables(self) -> tuple[str, ...]:
         """The tables that it makes."""
-        return tuple(re.findall(r"^CREATE TABLE (\w+)", self.text, flags=re.MULTILINE))
+        return tuple(re.findall(r"^CREATE TABLE (?:IF NOT EXISTS )?(\w+)", self.text, flags=re.MULTILINE))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,7 +133,12 @@ def migrate(conninfo: str, *, schema: str | None = None) -> list[str]:
 def _apply(conn: Connection, migration: Migration, where: str) -> None:
     try:
         conn.execute(migration.text.encode())
-    except (psycopg.errors.DuplicateTable, psycopg.errors.DuplicateFunction, psycopg.errors.DuplicateObject) as exc:
+    except (
+        psycopg.errors.DuplicateTable,
+        psycopg.errors.DuplicateColumn,
+        psycopg.errors.DuplicateFunction,
+        psycopg.errors.DuplicateObject,
+    ) as exc:
         raise SchemaBehind(
             f"{migration.name} is not recorded in {where}, but a part of it is there ({exc.diag.message_primary}): it "
             f"was applied by hand or half. Drop that part, or finish it from `celery syncguard sql`, which records it"
@@ -131,7 +148,10 @@ def _apply(conn: Connection, migration: Migration, where: str) -> None:
 def _enter_schema(conn: Connection, schema: str | None, *, create: bool = False) -> str | None:
     """For this transaction, make `schema` (or the first of the search path) the only one besides pg_catalog."""
     if schema is not None and create:
-        conn.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(schema)))
+        # IF NOT EXISTS would ask for the right to create schemas even where there is nothing to create.
+        there = conn.execute("SELECT 1 FROM pg_catalog.pg_namespace WHERE nspname = %s", (schema,)).fetchone()
+        if there is None:
+            conn.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema)))
     if schema is None:
         row = conn.execute("SELECT current_schema()").fetchone()
         schema = row[0] if row is not None else None
@@ -210,16 +230,34 @@ def _complaint(found: SchemaState, where: str) -> str:
 
 
 def copyable_sql(*, schema: str | None = None) -> str:
-    """All migrations in order with their records, as one text for psql or for a team's own migrations."""
-    parts: list[Any] = [
-        "-- celery-syncguard: everything, in order. Run it once, in one transaction, in the schema for our tables.",
+    """All migrations in order with their records, as one text for psql or for a team's own migrations.
+
+    It is for one transaction, during which the search path is our schema alone, as when `migrate` runs: the functions
+    remember it. At the end the search path is what it was, since the team's tool goes on in that transaction.
+    """
+    path = "quote_ident(current_schema())" if schema is None else _literal(_identifier(schema))
+    parts: list[str] = [
+        "-- celery-syncguard: everything, in order. Run it once, in one transaction (psql -1 -v ON_ERROR_STOP=1).",
     ]
     if schema is not None:
-        name = '"' + schema.replace('"', '""') + '"'
-        parts.append(f"CREATE SCHEMA IF NOT EXISTS {name};\nSET search_path TO {name}, pg_temp;")
+        parts.append(f"CREATE SCHEMA IF NOT EXISTS {_identifier(schema)};")
+    parts.append("SELECT set_config('syncguard.search_path', current_setting('search_path'), TRUE);")
+    parts.append(f"SELECT set_config('search_path', {path} || ', pg_temp', TRUE);")
+    parts.append(_ONE_TRANSACTION)
     parts.append(_RECORDS + ";")
     for one in migrations():
         parts.append(f"-- {one.name}")
         parts.append(f"INSERT INTO syncguard_migrations (name, checksum) VALUES ('{one.name}', '{one.checksum}');")
         parts.append(one.text.rstrip())
+    parts.append("SELECT set_config('search_path', current_setting('syncguard.search_path'), TRUE);")
     return "\n\n".join(parts) + "\n"
+
+
+def _identifier(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _literal(text: str) -> str:
+    escaped = text.replace("'", "''")
+    # An E literal reads the same whatever standard_conforming_strings says.
+    return "E'" + escaped.replace("\\", "\\\\") + "'" if "\\" in text else f"'{escaped}'"
