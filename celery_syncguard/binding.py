@@ -1,0 +1,163 @@
+"""Which guard belongs to which Celery application: the only module-level state of the Celery layer.
+
+A guard is made when it is first asked for, from the application's configuration, and lives as long as the application.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from typing import Any
+
+from celery import Celery
+from celery.signals import worker_init, worker_process_shutdown, worker_shutdown
+
+from celery_syncguard import signals, skipped
+from celery_syncguard.config import Settings
+from celery_syncguard.confirmer import Confirmer
+from celery_syncguard.events import logger
+from celery_syncguard.guard import SyncGuard
+
+__all__ = ["Binding", "attach", "binding_for", "guard_for", "settings_for"]
+
+
+class Binding:
+    """What one application has of ours."""
+
+    def __init__(self, app: Celery) -> None:
+        self._app = weakref.ref(app)
+        self._mutex = threading.RLock()
+        self._settings: Settings | None = None
+        self._guard: SyncGuard | None = None
+        self._confirmer: Confirmer | None = None
+
+    @property
+    def settings(self) -> Settings:
+        if self._settings is None:
+            app = self._app()
+            assert app is not None  # whoever asks has it
+            self._settings = Settings.from_mapping(app.conf, namespace=app.namespace)
+        return self._settings
+
+    @property
+    def guard(self) -> SyncGuard:
+        if self._guard is None:
+            with self._mutex:
+                if self._guard is None:
+                    guard = SyncGuard(settings=self.settings)
+                    guard.events.subscribe(
+                        "lease_lost", lambda lease: signals.lease_lost.send(sender=guard, lease=lease)
+                    )
+                    self._guard = guard
+        return self._guard
+
+    @property
+    def confirmer(self) -> Confirmer:
+        """Confirms claims in the background."""
+        if self._confirmer is None:
+            with self._mutex:
+                if self._confirmer is None:
+                    self._confirmer = Confirmer(self.guard.store)
+        return self._confirmer
+
+    def flush(self) -> None:
+        if self._confirmer is not None:
+            self._confirmer.flush()
+
+    def close(self) -> None:
+        """Flush and close; the next use starts afresh."""
+        self.flush()
+        with self._mutex:
+            guard, self._guard, self._confirmer = self._guard, None, None
+        if guard is not None:
+            guard.close()
+
+
+_bindings: weakref.WeakKeyDictionary[Celery, Binding] = weakref.WeakKeyDictionary()
+_mutex = threading.Lock()
+
+
+def binding_for(app: Celery) -> Binding:
+    app = _real(app)
+    found = _bindings.get(app)
+    if found is None:
+        with _mutex:
+            found = _bindings.setdefault(app, Binding(app))
+    return found
+
+
+def _real(app: Any) -> Celery:
+    getter = getattr(app, "_get_current_object", None)
+    return getter() if getter is not None else app
+
+
+def guard_for(app: Celery) -> SyncGuard:
+    """The application's guard.
+
+    Raises:
+        ImproperlyConfigured: its `syncguard_*` settings cannot be meant, or there is no dsn.
+    """
+    return binding_for(app).guard
+
+
+def settings_for(app: Celery) -> Settings:
+    """The application's settings, checked. Raises as `guard_for`."""
+    return binding_for(app).settings
+
+
+def attach(app: Celery) -> None:
+    """Make an application ready for our tasks. May be repeated."""
+    app = _real(app)
+    if app in _bindings:
+        return
+    binding_for(app)
+    skipped.register()
+    if app.finalized:
+        _configure(app)
+    else:
+        # Not now: an application's configuration may not be complete while its tasks are being declared.
+        app.on_after_finalize.connect(_on_finalized, weak=False)
+
+
+def _on_finalized(sender: Celery, **_: Any) -> None:
+    _configure(sender)
+
+
+def _configure(app: Celery) -> None:
+    if app.conf.get("syncguard_hlc"):
+        from celery_syncguard.stamps import install_stamps
+
+        install_stamps(app)
+
+
+def attached() -> list[Binding]:
+    return list(_bindings.values())
+
+
+def _flush_all(**_: Any) -> None:
+    for binding in attached():
+        try:
+            binding.flush()
+        except Exception:
+            logger.exception("claims could not be confirmed at exit; they end within seconds")
+
+
+@worker_init.connect(weak=False)
+def _check_worker(sender: Any = None, **_: Any) -> None:
+    from celery_syncguard import worker
+
+    if sender.app in _bindings:
+        worker.start(sender, binding_for(sender.app))
+
+
+@worker_shutdown.connect(weak=False)
+def _stop_worker(sender: Any = None, **_: Any) -> None:
+    from celery_syncguard import worker
+
+    worker.stop()
+    _flush_all()
+
+
+worker_process_shutdown.connect(_flush_all, weak=False)
+atexit.register(_flush_all)

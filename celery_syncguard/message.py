@@ -1,0 +1,30 @@
+"""What a message carries for us, in one header.
+
+The keys are computed once, when the message is published, so that nothing that happens to the arguments on the way can
+change them. A message without the header (sent by name, by another language) is completed by the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["HEADER", "claim_of", "header_of"]
+
+#: Its entries, each optional: `key`, `run`, `claim` (text); `claimed` (the publisher made the claim); `options`
+#: (overrides of this call); `held` (how often the message came back because the lock was held).
+HEADER = "syncguard"
+
+
+def header_of(headers: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Our part of a message's headers, as a dict of its own; empty if there is none or it is none of ours."""
+    ours = (headers or {}).get(HEADER)
+    return dict(ours) if isinstance(ours, Mapping) else {}
+
+
+def claim_of(ours: Any) -> str | None:
+    """The claim that the publisher of a message made for it, or None."""
+    if isinstance(ours, Mapping) and ours.get("claimed"):
+        claim = ours.get("claim")
+        return claim if isinstance(claim, str) else None
+    return None

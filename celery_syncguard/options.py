@@ -1,0 +1,296 @@
+"""The options of one task, checked when the task is registered, and the keys that they make.
+
+An option is a class attribute of the task, or given per call (`apply_async(lock_ttl=5)`, `sig.set(lock_ttl=5)`) and then
+carried in the message. Not here: what is done with them (`task`, `dedup`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import enum
+import hashlib
+import inspect
+import json
+import string
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+from kombu import serialization
+from kombu.utils.json import dumps as json_dumps
+
+from celery_syncguard.config import DEFAULT_TTL, suggest
+from celery_syncguard.errors import ImproperlyConfigured, InvalidKey
+from celery_syncguard.key import public_key
+from celery_syncguard.lease import seconds, ttl_seconds
+
+__all__ = ["OPTIONS", "KeySource", "TaskOptions", "Template"]
+
+_YEAR = 366 * 86_400.0
+
+KeySource = str | Callable[..., str] | None
+
+
+def _choice(*allowed: str) -> Callable[[Any, str], Any]:
+    def check(value: Any, name: str) -> Any:
+        if value not in allowed:
+            raise ImproperlyConfigured(f"{name} is one of {', '.join(map(repr, allowed))}, got {value!r:.80}")
+        return value
+
+    return check
+
+
+def _seconds(minimum: float, maximum: float) -> Callable[[Any, str], float]:
+    return lambda value, name: seconds(value, what=name, minimum=minimum, maximum=maximum)
+
+
+def _bounds(value: Any, name: str) -> tuple[float, float]:
+    if isinstance(value, (list, tuple)) and len(value) == 2:
+        low = seconds(value[0], what=f"{name}[0]", minimum=0.01, maximum=86_400.0)
+        return low, seconds(value[1], what=f"{name}[1]", minimum=low, maximum=86_400.0)
+    low = seconds(value, what=name, minimum=0.01, maximum=86_400.0)
+    return low, max(low, 60.0)
+
+
+def _deaths(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1_000_000:
+        raise ImproperlyConfigured(f"{name} is a whole number from 1, got {value!r:.80}")
+    return value
+
+
+def _key(value: Any, name: str) -> Any:
+    if value is None or isinstance(value, str) or callable(value):
+        return value
+    raise ImproperlyConfigured(f"{name} is a template, a callable or None, got {type(value).__name__}")
+
+
+def _key_or_true(value: Any, name: str) -> Any:
+    return value if value is True else _key(None if value is False else value, name)
+
+
+def _run_once(value: Any, name: str) -> Any:
+    return value if isinstance(value, bool) else _key(value, name) or False
+
+
+_CHECKS: dict[str, Callable[[Any, str], Any]] = {
+    "lock_key": _key,
+    "lock_ttl": lambda value, name: ttl_seconds(value, what=name),
+    "lock_wait": _seconds(0.0, 86_400.0),
+    "lock_on_held": _choice("retry", "skip", "raise"),
+    "lock_retry_delay": _bounds,
+    "lock_on_lost": _choice("interrupt", "continue"),
+    "lock_on_unavailable": _choice("retry", "raise", "run"),
+    "lock_min_hold": _seconds(0.0, 86_400.0),
+    "lock_max_deaths": _deaths,
+    "dedup_key": _key_or_true,
+    "dedup_until": _choice("start", "done", "ttl"),
+    "dedup_ttl": _seconds(1.0, _YEAR),
+    "dedup_on_duplicate": _choice("return", "raise"),
+    "run_once": _run_once,
+    "run_once_ttl": _seconds(1.0, 10 * _YEAR),
+}
+
+OPTIONS = frozenset(_CHECKS)
+_PREFIXES = ("lock_", "dedup_", "run_once")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TaskOptions:
+    """All options of a task, checked. Seconds are floats."""
+
+    lock_key: Any = None
+    lock_ttl: float = DEFAULT_TTL
+    lock_wait: float = 0.0
+    lock_on_held: str = "retry"
+    lock_retry_delay: tuple[float, float] = (1.0, 60.0)
+    lock_on_lost: str = "interrupt"
+    lock_on_unavailable: str = "retry"
+    lock_min_hold: float = 0.0
+    lock_max_deaths: int = 5
+    dedup_key: Any = None
+    dedup_until: Literal["start", "done", "ttl"] = "done"
+    dedup_ttl: float = 3600.0
+    dedup_on_duplicate: str = "return"
+    run_once: Any = False
+    run_once_ttl: float = 7 * 86_400.0
+
+    @classmethod
+    def of_class(cls, task: type, *, lock_ttl: float) -> TaskOptions:
+        """What the class and its bases say; `lock_ttl` is the default for that option.
+
+        Raises:
+            ImproperlyConfigured: an unknown name that looks like an option, or a value that cannot be meant.
+        """
+        given: dict[str, Any] = {"lock_ttl": lock_ttl}
+        for base in reversed(task.__mro__):
+            for name, value in vars(base).items():
+                if name in OPTIONS:
+                    # A plain function in a class is a method: called as lock_key(task, args, kwargs).
+                    given[name] = value.__func__ if isinstance(value, staticmethod) else value
+                elif name.startswith(_PREFIXES) and not (callable(value) or hasattr(value, "__get__")):
+                    raise ImproperlyConfigured(f"{task.__name__}: unknown option {name}{suggest(name, OPTIONS)}")
+        if given.get("lock_key", ...) is ...:
+            if not given.get("dedup_key") and not given.get("run_once"):
+                raise ImproperlyConfigured(
+                    f"{task.__name__} needs lock_key, such as lock_key='report:{{report_id}}'; lock_key=None runs it "
+                    f"without a lock"
+                )
+            given["lock_key"] = None
+        options = cls()._checked(given, owner=task.__name__)
+        if options.lock_min_hold and not options.lock_key:
+            raise ImproperlyConfigured(f"{task.__name__}: lock_min_hold needs a lock_key")
+        return options
+
+    def replace(self, overrides: Mapping[str, Any]) -> TaskOptions:
+        """These options with some given per call.
+
+        Raises:
+            ImproperlyConfigured: as `of_class`.
+        """
+        return self._checked(overrides, owner="apply_async") if overrides else self
+
+    def _checked(self, given: Mapping[str, Any], *, owner: str) -> TaskOptions:
+        values = {}
+        for name, value in given.items():
+            check = _CHECKS.get(name)
+            if check is None:
+                raise ImproperlyConfigured(f"{owner}: unknown option {name}{suggest(name, OPTIONS)}")
+            values[name] = check(value, f"{owner}: {name}")
+        return dataclasses.replace(self, **values)
+
+
+def take_overrides(options: dict[str, Any]) -> dict[str, Any]:
+    """Remove our options from the keyword arguments of a call and return them.
+
+    Raises:
+        ImproperlyConfigured: a name that looks like one of ours, but is not.
+    """
+    ours = {}
+    for name in [name for name in options if name.startswith(_PREFIXES)]:
+        if name not in OPTIONS:
+            raise ImproperlyConfigured(f"apply_async: unknown option {name}{suggest(name, OPTIONS)}")
+        ours[name] = options.pop(name)
+    return ours
+
+
+def portable(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides as a message can carry them: keys are sent as text apart from this, durations as numbers."""
+    return {
+        name: value.total_seconds() if isinstance(value, datetime.timedelta) else value
+        for name, value in overrides.items()
+        if not callable(value)
+    }
+
+
+class _KeyFormatter(string.Formatter):
+    """Formats arguments as they look after a serializer, so that all forms of a value make one key."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return cast(str, super().format_field(plain(value) if not format_spec else value, format_spec))
+
+
+_formatter = _KeyFormatter()
+
+
+def plain(value: Any) -> Any:
+    """A value in the form that JSON gives it, for the types that have one."""
+    if isinstance(value, enum.Enum):
+        return plain(value.value)
+    if isinstance(value, (datetime.datetime, datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, uuid.UUID):
+        return str(value)
+    if isinstance(value, tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    return value
+
+
+class Template:
+    """A key over the arguments of a task.
+
+    Arguments:
+        text: a format string with the names of the signature's parameters, such as `"invoice:{invoice_id}"`.
+        signature: of the task's function, without self.
+        what: the option's name, for messages.
+
+    Raises:
+        ImproperlyConfigured: a name that the signature lacks, or no valid format string.
+    """
+
+    __slots__ = ("_names", "_signature", "_text", "_what")
+
+    def __init__(self, text: str, signature: inspect.Signature, *, what: str) -> None:
+        self._text = text
+        self._signature = signature
+        self._what = what
+        if not text:
+            raise ImproperlyConfigured(f"{what} is empty")
+        open_ended = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+        try:
+            fields = [field for _, field, _, _ in _formatter.parse(text) if field is not None]
+        except ValueError as exc:
+            raise ImproperlyConfigured(f"{what} {text!r} is not a format string: {exc}") from exc
+        self._names = [field.split(".")[0].split("[")[0] for field in fields]
+        for name in self._names:
+            if not name or name.isdigit():
+                raise ImproperlyConfigured(f"{what} {text!r}: name the argument, as in '{{invoice_id}}'")
+            if name not in signature.parameters and not open_ended:
+                known = ", ".join(signature.parameters) or "no arguments"
+                raise ImproperlyConfigured(
+                    f"{what} {text!r} uses {name!r}, but the task takes {known}{suggest(name, signature.parameters)}"
+                )
+
+    def render(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """The key for these arguments; positional, keyword and default forms make the same one.
+
+        Raises:
+            InvalidKey: the arguments do not fit the signature, or lack what the template names.
+        """
+        if not self._names:
+            return public_key(_formatter.vformat(self._text, (), {}), what=self._what)
+        try:
+            return public_key(_formatter.vformat(self._text, (), bind(self._signature, args, kwargs)), what=self._what)
+        except (LookupError, AttributeError, TypeError, ValueError) as exc:
+            if isinstance(exc, InvalidKey):
+                raise
+            raise InvalidKey(f"{self._what} {self._text!r} cannot be made from these arguments: {exc!r}") from exc
+
+
+def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, defaults applied, those of `**kwargs` among them.
+
+    Raises:
+        TypeError: they do not fit.
+    """
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    named = dict(bound.arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named.update(named.pop(name))
+    return named
+
+
+def arguments_key(name: str, serializer: str, arguments: Mapping[str, Any]) -> str:
+    """`dedup_key=True`: the task's name and a hash of what the serializer makes of its arguments.
+
+    Raises:
+        kombu.exceptions.EncodeError: the serializer refuses an argument, as it would when publishing.
+        InvalidKey: no canonical form is known for an argument that only pickle can carry.
+    """
+    serialization.dumps(dict(arguments), serializer=serializer)
+    try:
+        canonical = json.dumps(json.loads(json_dumps(plain(dict(arguments)))), sort_keys=True, separators=(",", ":"))
+    except (TypeError, ValueError) as exc:
+        raise InvalidKey(
+            f"dedup_key=True cannot tell when two of these arguments are equal ({exc}): give a template or a callable"
+        ) from exc
+    digest = hashlib.sha256(canonical.encode()).hexdigest()[:32]
+    # The label is for people and may be cut; the hash carries the difference.
+    return public_key(f"{name[:200]}:{digest}", what="dedup_key")
+

@@ -1,0 +1,105 @@
+"""What the options of a task come to: its keys for given arguments.
+
+Made once per task class, so that a publish parses no template and inspects no signature.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from celery_syncguard.config import DEFAULT_TTL
+from celery_syncguard.errors import InvalidKey
+from celery_syncguard.key import public_key
+from celery_syncguard.options import TaskOptions, Template, arguments_key, bind, portable
+
+__all__ = ["Plan"]
+
+#: Options that are keys, and where the header has them.
+_ENTRIES = {"lock_key": "key", "dedup_key": "claim", "run_once": "run"}
+
+
+class Plan:
+    """The options of one task class, with its templates parsed."""
+
+    __slots__ = ("_signature", "_templates", "options")
+
+    def __init__(self, options: TaskOptions, signature: inspect.Signature) -> None:
+        self.options = options
+        self._signature = signature
+        self._templates = {
+            name: Template(value, signature, what=name)
+            for name in _ENTRIES
+            if isinstance(value := getattr(options, name), str)
+        }
+
+    @classmethod
+    def of_class(cls, task: type, *, lock_ttl: float | None) -> Plan:
+        """Raises ImproperlyConfigured: an option that cannot be meant, or a template that does not fit the signature."""
+        options = TaskOptions.of_class(task, lock_ttl=DEFAULT_TTL if lock_ttl is None else lock_ttl)
+        return cls(options, _signature(task))
+
+    def complete(
+        self,
+        task: Any,
+        header: dict[str, Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        overrides: Mapping[str, Any],
+        *,
+        serializer: str | None = None,
+    ) -> TaskOptions:
+        """Put the keys that the header lacks, and the overrides, into it; the options for this call.
+
+        Raises:
+            InvalidKey, ImproperlyConfigured: a key that cannot be made, an option that cannot be meant.
+            TypeError: the arguments do not fit the task.
+        """
+        if overrides:
+            header["options"] = {**header.get("options", {}), **portable(overrides)}
+        options = self.options.replace({**header.get("options", {}), **overrides})
+        dumped: tuple[Sequence[Any], Mapping[str, Any]] | None = None
+        for name, entry in _ENTRIES.items():
+            source = getattr(options, name)
+            if not source or (entry in header and name not in overrides):
+                continue
+            if name == "run_once" and source is True:
+                continue  # by task id
+            if dumped is None:
+                dump = getattr(task, "_dump_pydantic_arguments", None)
+                dumped = dump(args, kwargs) if dump is not None else (args, kwargs)
+            header[entry] = self._key(task, name, source, *dumped, serializer=serializer)
+        # A key is computed once: what it was made from is not needed any more.
+        for name in _ENTRIES:
+            if isinstance(header.get("options", {}).get(name), str):
+                del header["options"][name]
+        if "options" in header and not header["options"]:
+            del header["options"]
+        return options
+
+    def _key(
+        self, task: Any, name: str, source: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, serializer: str | None
+    ) -> str:
+        if source is True:
+            serializer = serializer or task.serializer or task.app.conf.task_serializer
+            return arguments_key(task.name, serializer, bind(self._signature, args, kwargs))
+        if isinstance(source, str):
+            template = self._templates.get(name)
+            if template is None or getattr(self.options, name) != source:
+                template = Template(source, self._signature, what=name)
+            return template.render(args, kwargs)
+        key = source(task, args, kwargs)
+        if not isinstance(key, str):
+            raise InvalidKey(f"{task.name}: the {name} callable answered with {type(key).__name__}, not with text")
+        return public_key(key, what=name)
+
+
+def _signature(task: type) -> inspect.Signature:
+    """Of the body, without self."""
+    run = inspect.getattr_static(task, "run")
+    function = run.__func__ if isinstance(run, staticmethod) else run
+    signature = inspect.signature(function)
+    if isinstance(run, staticmethod):
+        return signature
+    return signature.replace(parameters=list(signature.parameters.values())[1:])

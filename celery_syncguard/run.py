@@ -1,0 +1,399 @@
+"""One delivery of a task: acquire, run the body, release; or why it does not run.
+
+    acquire ──granted──> body ──> release            2 round trips, with run_once and dedup too
+            ──held─────> come back later, skip, or raise
+            ──held by this very task──> come back later, always: it must not run beside itself, and must not be thrown
+                                        away while the other copy might still die
+            ──done─────> answered, not run
+            ──dead─────> its process died too often: fails
+            ──no answer> come back later, raise, or run unlocked
+
+"Come back later" publishes the same message again, with the same task id, retries, chord, chain and limits, and with a
+count of its own. If it cannot be published, the delivery waits right here instead: work is never lost for want of a broker.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from celery.exceptions import Ignore, Reject, Retry
+from celery.utils.threads import LocalStack
+
+from celery_syncguard import binding, signals, skipped
+from celery_syncguard.errors import LeaseLost, LockHeld, SchemaBehind, StoreUnavailable, SyncGuardError, TooManyDeaths
+from celery_syncguard.events import logger
+from celery_syncguard.guard import lock_held
+from celery_syncguard.interrupt import Interrupt, interrupt_for
+from celery_syncguard.key import MAX_KEY_BYTES, RESERVED_PREFIX, new_lock_id
+from celery_syncguard.lease import Lease
+from celery_syncguard.message import HEADER, header_of
+from celery_syncguard.options import TaskOptions
+from celery_syncguard.process import default_holder, process_id
+from celery_syncguard.skipped import Skipped
+from celery_syncguard.store import Acquire, Dead, Done, Held
+
+__all__ = ["RUN", "Answered", "Run"]
+
+#: Where a request keeps its run.
+RUN = "_syncguard_run"
+
+#: Seconds that a retry waits in place for the end of the attempt which published it.
+_HANDOVER = 2.0
+
+#: Seconds for which an eager call, which cannot come back later, waits for a held lock.
+_EAGER_PATIENCE = 60.0
+
+_ABSENT = (StoreUnavailable, SchemaBehind)
+
+#: The runs of this thread or greenlet, innermost last: an eager call may run inside another one.
+_running: Any = LocalStack()
+
+
+class Answered(Ignore):  # type: ignore[misc]
+    """Tells Celery's tracer that the outcome has been seen to. Carries the marker of a skipped task."""
+
+    def __init__(self, message: str, marker: Skipped | None = None) -> None:
+        super().__init__(message)
+        self.skipped = marker
+
+
+class Run:
+    """One delivery of one task."""
+
+    __slots__ = ("args", "header", "interrupt", "kwargs", "lease", "options", "request", "task")
+
+    def __init__(self, task: Any, request: Any, header: dict[str, Any], options: TaskOptions) -> None:
+        self.task = task
+        self.request = request
+        self.header = header
+        self.options = options
+        self.lease: Lease | None = None
+        self.interrupt: Interrupt | None = None
+
+    @classmethod
+    def of(cls, task: Any, request: Any, args: Any, kwargs: Any) -> Run:
+        """For the delivery that `request` describes. Computes the keys that its message lacks."""
+        header = header_of(request.headers)
+        options = task.plan().complete(task, header, args, kwargs, {})
+        return cls(task, request, header, options)
+
+    # Keys
+
+    @property
+    def run_key(self) -> str | None:
+        """What a completed run is remembered by."""
+        if not self.options.run_once:
+            return self.header.get("run")
+        if self.options.run_once is True:
+            return f"task:{self.request.id}"
+        return self.header.get("run")
+
+    @property
+    def lock_key(self) -> str | None:
+        """The lock's key. A task with run_once alone is locked by that key: it must not run beside itself."""
+        key: str | None = self.header.get("key")
+        if key is None and self.run_key is not None:
+            key = RESERVED_PREFIX + "run:" + self.run_key
+            if len(key.encode()) > MAX_KEY_BYTES:
+                key = key.encode()[:MAX_KEY_BYTES].decode(errors="ignore")
+        return key
+
+    @property
+    def attempt(self) -> int:
+        return self.request.retries or 0
+
+    def _acquire(self, key: str) -> Acquire:
+        claim_key = self.header.get("claim")
+        until = self.options.dedup_until
+        run_key = self.run_key
+        attempt_key = f"attempt:{self.request.id}:{self.attempt}"
+        return Acquire(
+            key=key,
+            lock_id=new_lock_id(),
+            ttl=self.options.lock_ttl,
+            holder=f"{self.task.name}[{self.request.id}] {default_holder()}",
+            process=process_id(),
+            task_id=self.request.id,
+            attempt=self.attempt,
+            run_keys=(attempt_key,) if run_key is None else (run_key, attempt_key),
+            max_deaths=self.options.lock_max_deaths,
+            claim_key=claim_key if until != "ttl" else None,
+            claim_ttl=self.options.dedup_ttl if until == "done" else None,
+        )
+
+    # The stages
+
+    def execute(self, body: Callable[[], Any]) -> Any:
+        """Run the body, if it may run; its result, or that of the first run. Raises what Celery's tracer understands."""
+        key = self.lock_key
+        if key is None:
+            if self.header.get("claim") is None:
+                return body()
+            return self._run_claimed(body)
+        self._refuse_nesting(key)
+        while True:
+            request = self._acquire(key)
+            try:
+                answer = self._guard.acquire_waiting(request, wait=self.options.lock_wait)
+                if isinstance(answer, Held) and self._is_own_predecessor(answer):
+                    # Celery publishes a retry before the attempt that asked for it has ended.
+                    answer = self._guard.acquire_waiting(request, wait=_HANDOVER)
+            except _ABSENT as exc:
+                if self._without_store(exc):
+                    return self._run_body(body, None)
+                continue
+            if isinstance(answer, Lease):
+                return self._run_body(body, answer)
+            if isinstance(answer, Done):
+                return self._answer(answer)
+            if isinstance(answer, Dead):
+                raise TooManyDeaths(
+                    f"{self.task.name}[{self.request.id}] is not started again: its process died {answer.deaths} times "
+                    f"while it held {key!r} (lock_max_deaths)",
+                    task_id=self.request.id,
+                    key=key,
+                    deaths=answer.deaths,
+                )
+            self._blocked(answer)
+
+    def _is_own_predecessor(self, held: Held) -> bool:
+        return held.task_id == self.request.id and held.attempt is not None and held.attempt < self.attempt
+
+    @property
+    def _guard(self) -> Any:
+        return binding.guard_for(self.task.app)
+
+    # The body
+
+    def _run_body(self, body: Callable[[], Any], lease: Lease | None) -> Any:
+        self.lease = lease
+        self.request.__dict__[RUN] = self
+        _running.push(self)
+        if lease is not None:
+            lease.run_key = self.run_key
+            lease.run_ttl = self.options.run_once_ttl
+            signals.lock_acquired.send(sender=self.task, lease=lease)
+            if self.options.lock_on_lost == "interrupt":
+                self.interrupt = interrupt_for()
+                lease.on_lost = self.interrupt.fire
+        failure: BaseException | None = None
+        try:
+            try:
+                return body()
+            finally:
+                self._disarm()
+        except BaseException as exc:
+            # Again: the interrupt may have come on the way to the first.
+            self._disarm()
+            failure = exc
+            if lease is not None and isinstance(exc, LeaseLost) and exc.lock_id in ("", lease.lock_id):
+                # Raised between two bytecodes it knows no facts; and its traceback need not show where we raised it.
+                failure = lease.loss()
+                raise failure from None
+            raise
+        finally:
+            _running.pop()
+            self.request.__dict__.pop(RUN, None)
+            self._end(lease, failure)
+            failure = None
+
+    def _disarm(self) -> None:
+        if self.interrupt is not None:
+            self.interrupt.disarm()
+
+    def _end(self, lease: Lease | None, failure: BaseException | None) -> None:
+        """Release, with everything that the end of this attempt means, in one round trip."""
+        again = isinstance(failure, Retry) or (isinstance(failure, Reject) and failure.requeue)
+        # A process that is being ended: whether the message comes again is for the main process to know.
+        again = again or self._will_autoretry(failure) or (failure is not None and not isinstance(failure, Exception))
+        claim_key = None
+        if self.options.dedup_until != "ttl" and not again:
+            claim_key = self.header.get("claim")
+        if lease is None:
+            self._end_claim(claim_key)
+            return
+        lease.on_lost = None
+        run_key = self.run_key if failure is None else None
+        try:
+            released = self._guard.release_lease(
+                lease,
+                min_hold=self.options.lock_min_hold or None,
+                run_key=run_key,
+                run_ttl=self.options.run_once_ttl if run_key is not None else None,
+                claim_key=claim_key,
+                attempt_done=_ended_by_itself(failure) and lease.lost_reason is None,
+            )
+        except SyncGuardError as exc:
+            logger.error("could not release %r, it ends at its ttl: %s", lease.key, exc)
+            released = False
+        signals.lock_released.send(sender=self.task, lease=lease, released=released)
+
+    def _will_autoretry(self, failure: BaseException | None) -> bool:
+        """Whether Celery's autoretry, which lies outside of us, will publish another attempt."""
+        task = self.task
+        retried = tuple(getattr(task, "autoretry_for", ()) or ())
+        if failure is None or not retried or not isinstance(failure, retried) or isinstance(failure, (Ignore, Reject)):
+            return False
+        if isinstance(failure, tuple(getattr(task, "dont_autoretry_for", ()) or ())):
+            return False
+        limit = (getattr(task, "retry_kwargs", None) or {}).get("max_retries", task.max_retries)
+        limit = getattr(task, "override_max_retries", limit)
+        return limit is None or self.attempt < limit
+
+    def _run_claimed(self, body: Callable[[], Any]) -> Any:
+        """A task with a dedup key and no lock."""
+        if self.options.dedup_until == "start":
+            self._end_claim(self.header.get("claim"))
+            self.header.pop("claim", None)
+        return self._run_body(body, None)
+
+    def _end_claim(self, claim_key: str | None) -> None:
+        if claim_key is None:
+            return
+        try:
+            self._guard.store.unclaim(claim_key, task_id=self.request.id)
+        except SyncGuardError as exc:
+            logger.warning("could not end the claim %r, it ends by itself: %s", claim_key, exc)
+
+    # Not running
+
+    def _answer(self, done: Done) -> Any:
+        """The work was done before."""
+        who = f"{self.task.name}[{self.request.id}]"
+        if done.run_key != self.run_key:
+            logger.info("%s not run: another delivery of this attempt ended %.1f s ago", who, done.age)
+            raise Answered("another delivery of this attempt has ended")
+        logger.info("%s not run: %r was done by task %s %.1f s ago", who, done.run_key, done.task_id, done.age)
+        signals.run_answered.send(sender=self.task, done=done)
+        if self.options.dedup_until != "ttl":
+            self._end_claim(self.header.get("claim"))
+        return self._first_result(done)
+
+    def _first_result(self, done: Done) -> Any:
+        """What the first run returned, if a result backend knows; else None."""
+        if done.task_id is None or self.request.is_eager:
+            return None
+        try:
+            meta = self.task.backend.get_task_meta(done.task_id)
+        except Exception as exc:  # any backend, any fault: the work is done all the same
+            logger.info("the first run's result cannot be had: %r", exc)
+            return None
+        return meta.get("result") if meta.get("status") == "SUCCESS" else None
+
+    def _without_store(self, exc: SyncGuardError) -> bool:
+        """The database cannot be asked. True: run unlocked. Returns False to try again; else raises."""
+        mode = self.options.lock_on_unavailable
+        if mode == "run":
+            logger.warning("%s[%s] runs without its lock: %s", self.task.name, self.request.id, exc)
+            return True
+        if mode == "raise" or self.request.is_eager:
+            raise exc
+        logger.warning("%s[%s] not run, will come back: %s", self.task.name, self.request.id, exc)
+        self._come_back(exc, hidden=False)
+        return False
+
+    def _refuse_nesting(self, key: str) -> None:
+        """An eager call that waits for a lock which its own caller holds would wait for ever."""
+        for outer in _running.stack:
+            if outer.lease is not None and outer.lease.key == key:
+                raise LockHeld(
+                    f"{self.task.name}[{self.request.id}] would wait for itself: {key!r} is held by "
+                    f"{outer.task.name}[{outer.request.id}], which is calling it; give the inner task another key, or "
+                    f"publish it instead",
+                    key=key,
+                    holder=outer.lease.holder,
+                    task_id=outer.request.id,
+                    lock_id=outer.lease.lock_id,
+                )
+
+    def _blocked(self, held: Held) -> None:
+        """The lock is held. Returns to try again at once; else raises."""
+        who = f"{self.task.name}[{self.request.id}]"
+        error = lock_held(held)
+        own = held.task_id == self.request.id
+        outcome = "copy" if own else self.options.lock_on_held
+        delay = self._delay()
+        signals.lock_held.send(
+            sender=self.task, held=held, outcome=outcome, delay=delay if outcome in ("copy", "retry") else None
+        )
+        if own:
+            logger.info("%s not run: it runs already, for %.1f s; this copy comes back in %.1f s", who, held.since, delay)
+            self._come_back(error, hidden=held.attempt == self.attempt, delay=delay)
+        elif outcome == "raise":
+            logger.info("%s fails: %s", who, error)
+            self._end_claim(self.header.get("claim"))
+            raise error
+        elif outcome == "skip":
+            self._skip(held, error)
+        else:
+            logger.info("%s not run, comes back in %.1f s: %s", who, delay, error)
+            self._come_back(error, hidden=False, delay=delay)
+
+    def _skip(self, held: Held, error: LockHeld) -> None:
+        marker = Skipped(key=held.key, holder=held.holder, task_id=held.task_id, since=round(held.since, 3))
+        logger.info("%s[%s] skipped: %s", self.task.name, self.request.id, error)
+        self._end_claim(self.header.get("claim"))
+        signals.task_skipped.send(sender=self.task, skipped=marker)
+        if not self.request.is_eager:
+            skipped.settle(self.task, self.request, marker)
+        raise Answered(f"skipped: {error}", marker)
+
+    def _delay(self) -> float:
+        """Seconds until this message comes back: exponential between the bounds, with full jitter."""
+        low, high = self.options.lock_retry_delay
+        ceiling = min(high, low * 2.0 ** min(self.header.get("held", 0), 32))
+        return random.uniform(low / 2, ceiling)
+
+    def _come_back(self, reason: SyncGuardError, *, hidden: bool, delay: float | None = None) -> None:
+        """Publish this message again and leave. Returns if that is not possible: the caller tries again in place.
+
+        `hidden`: another copy of this attempt is running, so its state must not be overwritten by ours.
+        """
+        delay = self._delay() if delay is None else delay
+        if self.request.is_eager:
+            self._wait_eagerly(reason)
+            return
+        header = {**self.header, "held": self.header.get("held", 0) + 1}
+        if header.get("claim") is not None:
+            header["claimed"] = True
+        signature = self.task.signature_from_request(
+            self.request,
+            headers={**(self.request.headers or {}), HEADER: header},
+            countdown=delay,
+            retries=self.request.retries,
+            add_to_parent=False,
+        )
+        try:
+            signature.apply_async()
+        except Exception as exc:  # whatever a broker's client raises
+            logger.warning(
+                "%s[%s] cannot be sent again (%r), so it waits here", self.task.name, self.request.id, exc
+            )
+            _pause(delay)
+            return
+        if hidden:
+            raise Answered(str(reason))
+        raise Retry(exc=reason, when=delay, sig=signature)
+
+    def _wait_eagerly(self, reason: SyncGuardError) -> None:
+        self.header["held"] = self.header.get("held", 0) + 1
+        waited = self.header.get("waited", 0.0)
+        delay = min(self._delay(), 1.0)
+        if waited >= _EAGER_PATIENCE:
+            raise reason
+        self.header["waited"] = waited + delay
+        _pause(delay)
+
+
+def _ended_by_itself(failure: BaseException | None) -> bool:
+    """Not so: a lost lease, a message that goes back to the queue, a process that is being ended."""
+    return failure is None or (isinstance(failure, Exception) and not isinstance(failure, (LeaseLost, Reject)))
+
+
+def _pause(seconds: float) -> None:
+    """Wait in place. An event and not a sleep, so that gevent's patching applies and an interrupt gets through."""
+    import threading
+
+    threading.Event().wait(seconds)

@@ -1,0 +1,81 @@
+"""SKIPPED, the result state of a task that was not run because its lock was held, and its marker.
+
+Celery ends a wait for a result only in a *ready* state, and knows nothing of states that others invent; so `register()`
+adds SKIPPED to those. It is neither a success nor an exception: `AsyncResult.get()` returns the `Skipped` marker,
+`successful()` and `failed()` are false, a chord's body receives the marker as that part's result, and the steps of a
+chain behind a skipped one are SKIPPED too, so that nobody waits for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from typing import Any
+
+from celery import states
+from celery.app.task import Context
+from celery.backends.base import Backend
+from kombu.utils.json import register_type
+
+__all__ = ["SKIPPED", "Skipped", "register", "settle"]
+
+SKIPPED = "SKIPPED"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Skipped:
+    """Stands for the result of a task that did not run.
+
+    `key` and who held it: `holder` for people, `task_id`, and `since`, seconds since the holder's acquire.
+    """
+
+    key: str
+    holder: str | None = None
+    task_id: str | None = None
+    since: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"key": self.key, "holder": self.holder, "task_id": self.task_id, "since": self.since}
+
+
+def register() -> None:
+    """Make SKIPPED a state in which Celery's results are ready, and the marker a type that JSON results can carry."""
+    register_type(Skipped, "syncguard.skipped", Skipped.as_dict, lambda facts: Skipped(**facts))
+    if SKIPPED not in states.READY_STATES:
+        states.READY_STATES = frozenset({*states.READY_STATES, SKIPPED})
+        states.ALL_STATES = frozenset({*states.ALL_STATES, SKIPPED})
+        # The base class copied the set when it was made; its subclasses look it up there.
+        Backend.READY_STATES = states.READY_STATES
+
+
+def settle(task: Any, request: Any, skipped: Skipped) -> None:
+    """Store the outcome of a skipped task, for itself and for everything that waits for it."""
+    backend = task.backend
+    marker: Any = skipped if backend.serializer in ("json", "pickle") else skipped.as_dict()
+    backend.mark_as_done(
+        request.id, marker, request, store_result=_wants_result(task, request), state=SKIPPED
+    )
+    # The steps behind it will never be sent. What would complete the chain is marked, however deep it lies.
+    elements: deque[Any] = deque(request.chain or ())
+    while elements:
+        element = elements.popleft()
+        options = element.get("options") or {}
+        context = Context(element)
+        context.update(options)
+        context.id = options.get("task_id")
+        context.group = options.get("group_id")
+        if context.id is not None:
+            backend.store_result(context.id, marker, SKIPPED, request=context)
+        if options.get("chord") is not None:
+            backend.on_chord_part_return(context, SKIPPED, marker)
+        kind = element.get("subtask_type")
+        inner = element.get("kwargs") or {}
+        if kind == "chord" and inner.get("body") is not None:
+            elements.append(inner["body"])
+        elif kind in ("group", "chain"):
+            elements.extend(inner.get("tasks") or ())
+
+
+def _wants_result(task: Any, request: Any) -> bool:
+    ignored = request.ignore_result if request.ignore_result is not None else task.ignore_result
+    return not ignored

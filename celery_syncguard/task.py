@@ -1,0 +1,222 @@
+"""LockedTask: a Celery task that takes a lock before its body runs.
+
+Publishing computes the keys (`dedup.publish`); running is `run.Run`. The lock is woven around `run` itself, when a class
+defines one, so that it covers the body whatever else a subclass overrides (`__call__`, `before_start`, `on_success` …,
+without `super()`), and lies inside Celery's autoretry, which then sees the lock released.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, ClassVar
+
+from celery import Task
+from celery.result import EagerResult
+from celery.states import SUCCESS
+
+from celery_syncguard import binding, dedup
+from celery_syncguard.errors import ImproperlyConfigured, NoLease
+from celery_syncguard.key import Fence
+from celery_syncguard.lease import Lease
+from celery_syncguard.message import HEADER, header_of
+from celery_syncguard.options import take_overrides
+from celery_syncguard.plan import Plan
+from celery_syncguard.run import RUN, Answered, Run
+from celery_syncguard.skipped import SKIPPED
+
+__all__ = ["LockedTask"]
+
+
+class LockedTask(Task):  # type: ignore[misc]
+    """A task that runs under a lock. Options are class attributes or `apply_async` arguments; see the README's table.
+
+    `self.lease` is the lease that the body runs under, `self.fence` its fence.
+    """
+
+    abstract = True
+    Request = "celery_syncguard.worker:GuardedRequest"
+
+    #: Required: a template such as "invoice:{invoice_id}", a callable (task, args, kwargs) -> str, or None for no lock.
+    lock_key: ClassVar[Any] = ...
+
+    _plan: ClassVar[Plan | None] = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        body = cls.__dict__.get("run")
+        if body is not None:
+            cls.run = _weave(body)
+
+    @classmethod
+    def on_bound(cls, app: Any) -> None:
+        """Check the options as soon as the task is registered."""
+        super().on_bound(app)
+        if cls.__dict__.get("abstract") or cls is LockedTask:
+            return
+        binding.attach(app)
+        cls._plan = None
+        # The default of lock_ttl is a setting, and settings may not be complete yet; all else is checked now.
+        Plan.of_class(cls, lock_ttl=None)
+
+    def plan(self) -> Plan:
+        """What the options of this task come to."""
+        found = type(self)._plan
+        if found is None:
+            settings = binding.settings_for(self.app)
+            found = type(self)._plan = Plan.of_class(type(self), lock_ttl=settings.lock_ttl)
+        return found
+
+    # Publishing
+
+    def apply_async(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        task_id: str | None = None,
+        producer: Any = None,
+        link: Any = None,
+        link_error: Any = None,
+        shadow: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """As Celery's, and takes our options (`lock_key=…`, `dedup_key=…` and so on) for this call.
+
+        Returns:
+            An `AsyncResult`. With a dedup key: `.duplicate` tells whether the work was queued or running already, in which
+            case the result is the existing task's and `.holder` says who it is.
+
+        Raises:
+            ImproperlyConfigured, InvalidKey: before anything is sent.
+            DuplicateTask, StoreUnavailable: with a dedup key; see `dedup.publish`.
+        """
+        overrides = take_overrides(options)
+        plan = self.plan()
+        header = header_of(options.get("headers"))
+        if args is not None and not isinstance(args, (list, tuple)):
+            raise TypeError(f"task args must be a list or tuple, got {type(args).__name__}")
+        task_options = plan.complete(
+            self, header, tuple(args or ()), dict(kwargs or {}), overrides, serializer=options.get("serializer")
+        )
+        call: dict[str, Any] = dict(options, task_id=task_id)
+
+        def send(**call: Any) -> Any:
+            return Task.apply_async(
+                self, args, kwargs, producer=producer, link=link, link_error=link_error, shadow=shadow, **call
+            )
+
+        if link is not None:
+            # Only looked at by dedup; handed on by `send`.
+            return dedup.publish(
+                self.app, self.name, task_options, header, {**call, "link": link}, _without_link(send), task=self
+            )
+        return dedup.publish(self.app, self.name, task_options, header, call, send, task=self)
+
+    def apply(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        """Run here and now, under the lock as in a worker. Takes our options too."""
+        overrides = take_overrides(options)
+        header = header_of(options.get("headers"))
+        self.plan().complete(self, header, tuple(args or ()), dict(kwargs or {}), overrides)
+        options["headers"] = {**(options.get("headers") or {}), HEADER: header}
+        result = super().apply(args, kwargs, **options)
+        if isinstance(result, EagerResult) and isinstance(result._result, Answered):
+            return _answered(result)
+        return result
+
+    def signature_from_request(
+        self, request: Any = None, args: Any = None, kwargs: Any = None, queue: Any = None, **options: Any
+    ) -> Any:
+        """A retry with other arguments gets the keys of those."""
+        request = self.request if request is None else request
+        changed = (args is not None and list(args) != list(request.args or ())) or (
+            kwargs is not None and dict(kwargs) != dict(request.kwargs or {})
+        )
+        if changed and "headers" not in options and request.headers:
+            headers = dict(request.headers)
+            headers[HEADER] = {
+                name: value
+                for name, value in header_of(headers).items()
+                if name not in ("key", "run", "claim", "claimed")
+            }
+            options["headers"] = headers
+        return super().signature_from_request(request, args, kwargs, queue=queue, **options)
+
+    # Running
+
+    @property
+    def lease(self) -> Lease:
+        """The lease that the body runs under.
+
+        Raises:
+            NoLease: called directly, or the task has no lock. In a unit test, call `task.apply(…)` with the setting
+                `syncguard_dsn = "memory://"`.
+        """
+        run: Run | None = self.request.__dict__.get(RUN)
+        if run is None or run.lease is None:
+            raise NoLease(
+                f"{self.name} does not run under a lease here: it was called as a plain function, has no lock_key, or runs "
+                f'with lock_on_unavailable="run". In a unit test use {self.__name__}.apply(...) with '
+                f'syncguard_dsn = "memory://"'
+            )
+        return run.lease
+
+    @property
+    def fence(self) -> Fence:
+        """The number of this lease, higher than every earlier one of its key: for writes that refuse a lower one.
+
+        Raises:
+            NoLease: as `lease`.
+        """
+        return self.lease.fence
+
+    @property
+    def hlc(self) -> Any:
+        """The hybrid logical clock of this process, for stamping rows (setting `syncguard_hlc`)."""
+        from celery_syncguard.stamps import clock_for
+
+        return clock_for(self.app)
+
+
+class _EagerlySkipped(EagerResult):  # type: ignore[misc]
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        return self.result
+
+    wait = get
+
+
+def _answered(result: Any) -> Any:
+    marker = result._result.skipped
+    if marker is None:
+        return EagerResult(result.id, None, SUCCESS, name=result._name)
+    return _EagerlySkipped(result.id, marker, SKIPPED, name=result._name)
+
+
+def _without_link(send: Any) -> Any:
+    def without_link(*, link: Any, **call: Any) -> Any:
+        return send(**call)
+
+    return without_link
+
+
+def _weave(body: Any) -> Any:
+    """A `run` that does what `body` does, under the lock."""
+    if isinstance(body, classmethod) or not callable(getattr(body, "__func__", body)):
+        raise ImproperlyConfigured(f"run must be a method or a function, got {type(body).__name__}")
+    static = isinstance(body, staticmethod)
+    function = body.__func__ if static else body
+
+    @functools.wraps(function)
+    def run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(function if static else functools.partial(function, self), *args, **kwargs)
+        request = self.request
+        if request.called_directly or RUN in request.__dict__:
+            # A plain call takes no lock; super().run() and the like are inside one already.
+            return call()
+        return Run.of(self, request, args, kwargs).execute(call)
+
+    if static:
+        # So that inspect.signature() of the bound method shows the function's own parameters.
+        signature = inspect.signature(function)
+        first = inspect.Parameter("_task", inspect.Parameter.POSITIONAL_ONLY)
+        run.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])  # type: ignore[attr-defined]
+    return run

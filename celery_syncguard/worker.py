@@ -1,0 +1,257 @@
+"""In a worker's main process: checks at the start, and the undertaker.
+
+The undertaker frees what a dead child held. No hook of Celery runs for every kind of death, and the one for a hard time
+limit runs before the child is dead, so the processes themselves are watched: each child that was given one of our tasks
+has a pidfd in one poll set, which becomes readable the moment the process is gone, however it went. Only then are
+exactly its leases freed, by the name that the child's leases carry (`process.process_id`).
+
+The ttl is the backstop: for a lost main process, a lost host, or a database that does not answer.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from billiard.einfo import ExceptionWithTraceback
+from billiard.exceptions import TimeLimitExceeded, WorkerLostError
+from celery.signals import task_revoked
+from celery.worker.request import Request
+
+from celery_syncguard import clock, migrate
+from celery_syncguard.errors import SyncGuardError
+from celery_syncguard.events import logger
+from celery_syncguard.loop import Loop
+from celery_syncguard.memory import MemoryStore
+from celery_syncguard.message import claim_of
+from celery_syncguard.pool import describe_dsn
+from celery_syncguard.postgres import PostgresStore
+from celery_syncguard.process import process_id
+
+__all__ = ["GuardedRequest", "start", "stop"]
+
+#: Seconds for which freeing a dead child's leases is tried again.
+_PATIENCE = 3600.0
+
+
+def start(worker: Any, binding: Any) -> None:
+    """Check settings, server and schema before the worker takes its first task.
+
+    Raises:
+        SystemExit: with one line that names the fix.
+    """
+    try:
+        check(binding)
+    except SyncGuardError as exc:
+        # Logging is not set up yet, and a handler's exceptions would be swallowed: only SystemExit gets through.
+        print(f"celery-syncguard: {exc}", file=sys.stderr, flush=True)
+        raise SystemExit(78) from None  # EX_CONFIG
+    _undertaker.bind(binding)
+
+
+def check(binding: Any) -> None:
+    """Raises SyncGuardError unless this application's database can be used for locks."""
+    guard = binding.guard
+    store = guard.store
+    if isinstance(store, MemoryStore):
+        logger.warning("syncguard_dsn is memory://: locks are seen by this process only")
+        return
+    if isinstance(store, PostgresStore):
+        store.run(_check_server)
+        store.run(
+            lambda conn: migrate.check(conn, schema=guard.settings.schema, where=describe_dsn(guard.settings.dsn))
+        )
+        # Nothing may be left open for the children to inherit.
+        binding.close()
+
+
+def _check_server(conn: Any) -> None:
+    row = conn.execute("SELECT pg_is_in_recovery(), current_setting('default_transaction_read_only')").fetchone()
+    if row[0]:
+        raise SyncGuardError("the server is a standby (in recovery): point syncguard_dsn at the primary")
+    if row[1] == "on":
+        raise SyncGuardError("default_transaction_read_only is on for this role or database: locks need to write")
+
+
+def stop() -> None:
+    """At the end of a worker's main process: free what its dead children held, for at most a second."""
+    _undertaker.stop()
+
+
+class GuardedRequest(Request):  # type: ignore[misc]
+    """A message for one of our tasks, in the worker's main process."""
+
+    def on_accepted(self, pid: int, time_accepted: float) -> None:
+        super().on_accepted(pid, time_accepted)
+        if pid != os.getpid():
+            _undertaker.watch(pid)
+
+    def on_timeout(self, soft: bool, timeout: float) -> None:
+        super().on_timeout(soft, timeout)
+        if not soft:
+            self._end_claim()
+
+    def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
+        exc = exc_info.exception
+        if isinstance(exc, ExceptionWithTraceback):
+            exc = exc.exc
+        answer = super().on_failure(exc_info, *args, **kwargs)
+        if isinstance(exc, (WorkerLostError, TimeLimitExceeded)) and not self._comes_again():
+            self._end_claim()
+        return answer
+
+    def _comes_again(self) -> bool:
+        return bool(self.task.acks_late and self.task.reject_on_worker_lost)
+
+    def _end_claim(self) -> None:
+        claim_key = claim_of(self.request_dict.get("syncguard"))
+        if claim_key is not None:
+            _undertaker.end_claim(claim_key, self.id)
+
+
+@task_revoked.connect(weak=False)  # type: ignore[untyped-decorator]
+def _on_revoked(request: Any = None, **_: Any) -> None:
+    # Revoked, expired or terminated: the only thing that Celery says of it, and only in the main process.
+    headers = getattr(request, "request_dict", None) or getattr(request, "headers", None) or {}
+    claim_key = claim_of(headers.get("syncguard"))
+    if claim_key is not None:
+        _undertaker.end_claim(claim_key, request.id)
+
+
+class _Undertaker:
+    """One thread that waits for deaths and does what has to be done then."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._owner = os.getpid()
+        self._mutex = threading.Lock()
+        self._watched: dict[int, int] = {}  # pid -> pidfd, or -1 where the system has none
+        self._work: deque[tuple[Callable[[Any], object], float]] = deque()
+        self._poll: Any = None
+        self._wake_fds: tuple[int, int] | None = None
+        self._loop = Loop("syncguard-undertaker", self._step)
+        self._binding: Any = None
+
+    def bind(self, binding: Any) -> None:
+        self._reset()
+        self._binding = binding
+
+    def watch(self, pid: int) -> None:
+        if pid in self._watched or self._binding is None or self._owner != os.getpid():
+            return
+        try:
+            fd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
+        except ProcessLookupError:
+            self._do(lambda store: _bury(store, pid))
+            return
+        except OSError:
+            fd = -1
+        with self._mutex:
+            self._prepare()
+            self._watched[pid] = fd
+            if fd >= 0:
+                self._poll.register(fd, select.POLLIN)
+        self._wake()
+
+    def end_claim(self, key: str, task_id: str) -> None:
+        if self._binding is not None and self._owner == os.getpid():
+            self._do(lambda store: store.unclaim(key, task_id=task_id))
+
+    def _do(self, work: Callable[[Any], object]) -> None:
+        with self._mutex:
+            self._prepare()
+            self._work.append((work, clock.now() + _PATIENCE))
+        self._wake()
+
+    def _prepare(self) -> None:
+        if self._poll is None:
+            self._poll = select.poll()
+            self._wake_fds = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
+            self._poll.register(self._wake_fds[0], select.POLLIN)
+
+    def _wake(self) -> None:
+        self._loop.start()
+        if self._wake_fds is not None:
+            try:
+                os.write(self._wake_fds[1], b"x")
+            except BlockingIOError:
+                pass  # enough wake-ups are under way
+
+    def _step(self) -> float | None:
+        assert self._wake_fds is not None
+        with self._mutex:
+            blind = any(fd < 0 for fd in self._watched.values())
+        ready = {fd for fd, _ in self._poll.poll(200 if blind or self._work else 1000)}
+        if self._wake_fds[0] in ready:
+            try:
+                os.read(self._wake_fds[0], 4096)
+            except BlockingIOError:
+                pass
+        for pid, fd in list(self._watched.items()):
+            if fd in ready or (fd < 0 and not _alive(pid)):
+                with self._mutex:
+                    del self._watched[pid]
+                    if fd >= 0:
+                        self._poll.unregister(fd)
+                if fd >= 0:
+                    os.close(fd)
+                self._work.append((_burial(pid), clock.now() + _PATIENCE))
+        self._work_off()
+        return 0.0
+
+    def _work_off(self) -> None:
+        for _ in range(len(self._work)):
+            work, until = self._work.popleft()
+            try:
+                work(self._binding.guard.store)
+            except SyncGuardError as exc:
+                if clock.now() < until:
+                    self._work.append((work, until))
+                logger.warning("could not free what a dead task held, trying again: %s", exc)
+
+    def stop(self) -> None:
+        if self._binding is None or self._owner != os.getpid():
+            return
+        until = clock.now() + 1.0
+        self._loop.stop(timeout=0.5)
+        # A cold shutdown has just killed the children: see them off, within reason.
+        if self._poll is not None:
+            while clock.now() < until and (self._work or any(not _alive(pid) for pid in self._watched)):
+                self._step()
+        if self._binding.guard is not None:
+            self._binding.close()
+        self._binding = None
+
+
+def _burial(pid: int) -> Callable[[Any], object]:
+    return lambda store: _bury(store, pid)
+
+
+def _bury(store: Any, pid: int) -> None:
+    freed = store.release_process(process_id(pid))
+    if freed:
+        logger.warning("child process %d is dead: freed %d lease(s) that it held", pid, freed)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return True
+
+
+_undertaker = _Undertaker()
