@@ -8,7 +8,7 @@ Invariants:
 
 - Everything happens in the caller's transaction; a rollback returns the number.
 - The first revision is 1. Nothing here ever lowers a counter or a horizon.
-- Locks are taken in one order (the owner id's), and a purge waits for none.
+- Counters are locked in one order (the owner id's), and a purge waits for no lock.
 
 The tables are the application's: their SQL is for copying (`copy_sql`), and nothing here creates them. Not here: what a
 pull looks like on the wire, and which of two writes wins.
@@ -202,7 +202,8 @@ def guard_pull(conn: Any, owner_id: UUID | str, cursor: int) -> int:
     Call it first in the transaction that pulls, then read every synced table with
     `where owner_id = … and revision > cursor and revision <= bound`, where `bound` is what this returned: several
     tables, read by several statements, so agree with each other. Until the transaction ends no purge removes anything
-    of this owner; writers are not held up. The transaction must be able to lock rows: not on a replica, not read only.
+    of this owner; writers are not held up. The transaction may be read only, but not on a replica: the primary's purge
+    does not see its lock.
 
     Args:
         conn: the caller's connection (`caller.caller` says which).
@@ -220,8 +221,7 @@ def guard_pull(conn: Any, owner_id: UUID | str, cursor: int) -> int:
     owner = _owner(owner_id)
     session = _within(conn, "guard_pull")
     # Two statements: the lock may wait for a purge to commit, and only a statement begun after that sees its horizon.
-    if not session.rows("select 1 from sync_revisions where owner_id = %s::uuid for key share", [str(owner)]):
-        raise _unknown([owner])
+    session.rows(_PULL, [_PULL_LOCKS, str(owner)])
     rows = session.rows(
         """
         select counters.last_revision, coalesce(horizons.horizon_revision, 0)
@@ -231,6 +231,8 @@ def guard_pull(conn: Any, owner_id: UUID | str, cursor: int) -> int:
         """,
         [str(owner)],
     )
+    if not rows:
+        raise _unknown([owner])
     current, horizon = (int(value) for value in rows[0])
     if cursor > current or 0 < cursor < horizon:
         reason = f"is above the newest revision {current}" if cursor > current else f"is below the horizon {horizon}"
@@ -249,9 +251,9 @@ def purge_tombstones(
 ) -> PurgedBatch:
     """Remove one batch of old tombstones from a synced table and raise the horizons of their owners.
 
-    Waits for nobody: rows and owners that a writer, a pull or another purge has locked are left for a later call. The
-    owners of removed rows stay locked until the transaction ends, so use one transaction per batch and call again
-    until `rows` is 0. Tombstones of an owner without a counter stay.
+    Waits for nobody: rows that a writer has locked, and owners with an open pull or another purge, are left for a later
+    call. New pulls of the owners of removed rows wait until the transaction ends, so use one transaction per batch, and
+    call again until `rows` is 0. Tombstones of an owner without a counter stay.
 
     Args:
         conn: the caller's connection (`caller.caller` says which).
@@ -267,29 +269,48 @@ def purge_tombstones(
     if not age >= 0 or limit < 1:
         raise ValueError(f"older_than is seconds >= 0 and limit at least 1, not {older_than!r} and {limit!r}")
     name = sql.Identifier(*([table] if isinstance(table, str) else table)).as_string(None).replace("%", "%%")
-    rows = _within(conn, "purge_tombstones").rows(_PURGE.replace("{table}", name), [age, limit])
+    rows = _within(conn, "purge_tombstones").rows(_PURGE.replace("{table}", name), [age, _PULL_LOCKS, limit, age])
     return PurgedBatch(
         rows=sum(int(count) for _, count, _ in rows),
         horizons={UUID(owner_id): int(horizon) for owner_id, _, horizon in rows},
     )
 
 
-# "for update" of the counter is what a pull's "for key share" keeps out. Both locks are taken by the scan that counts
-# to the limit, so that a busy owner's tombstones do not use it up.
+# A pull holds the advisory lock of its owner shared, a purge exclusively; two owners that hash alike only make a purge
+# leave one of them for later. Not row locks on the counter: "for key share" there, beside writers that update and roll
+# back, made PostgreSQL 18.6 fail a writer now and then ("new multixact has more than one updating member"), and it
+# would need a transaction that may write.
+_PULL_LOCKS = 0x73796E63
+
+_PULL = "select pg_advisory_xact_lock_shared(%s, hashtext(%s))"
+
+# The lock is tried row by row in the order of the inner select, until the limit is reached. So a batch locks no more
+# owners than it has rows, and an owner whose pull is open does not use the batch up.
 _PURGE = """
-with candidates as (
-    select tombstones.id, tombstones.owner_id
-    from {table} as tombstones
-    join sync_revisions as counters on counters.owner_id = tombstones.owner_id
-    where tombstones.deleted_at < clock_timestamp() - make_interval(secs => %s)
-    order by tombstones.deleted_at
+with candidates as materialized (
+    select oldest.id
+    from (
+        select tombstones.id, tombstones.owner_id
+        from {table} as tombstones
+        where tombstones.deleted_at < clock_timestamp() - make_interval(secs => %s)
+          and exists (select 1 from sync_revisions as counters where counters.owner_id = tombstones.owner_id)
+        order by tombstones.deleted_at
+        offset 0
+    ) as oldest
+    where pg_try_advisory_xact_lock(%s, hashtext(oldest.owner_id::text))
     limit %s
-    for update of tombstones, counters skip locked
+),
+locked as materialized (
+    select tombstones.id
+    from {table} as tombstones
+    join candidates on candidates.id = tombstones.id
+    where tombstones.deleted_at < clock_timestamp() - make_interval(secs => %s)
+    for update of tombstones skip locked
 ),
 purged as (
     delete from {table} as tombstones
-    using candidates
-    where tombstones.id = candidates.id and tombstones.owner_id = candidates.owner_id
+    using locked
+    where tombstones.id = locked.id
     returning tombstones.owner_id, tombstones.revision
 ),
 batches as (
