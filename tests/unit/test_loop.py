@@ -1,0 +1,123 @@
+"""The one kind of thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from celery_syncguard.loop import Loop
+from tests.fixtures.polling import poll
+
+
+def test_a_loop_calls_its_step_after_the_delay_that_it_asked_for_or_when_woken() -> None:
+    calls = threading.Semaphore(0)
+
+    def step() -> None:
+        calls.release()
+
+    loop = Loop("test-loop", step)
+    loop.start()
+    assert calls.acquire(timeout=10)
+    assert not calls.acquire(timeout=0.2), "None means: not before it is woken"
+    loop.wake()
+    assert calls.acquire(timeout=10)
+    loop.stop()
+
+
+def test_start_and_stop_may_be_repeated() -> None:
+    loop = Loop("test-loop-repeat", lambda: None)
+    for _ in range(20):
+        loop.start()
+        loop.start()
+        assert loop.running
+        loop.stop()
+        loop.stop()
+        assert not loop.running
+    assert threads("test-loop-repeat") == 0
+
+
+def test_a_loop_is_one_thread_with_a_name_that_does_not_keep_the_process_alive() -> None:
+    loop = Loop("test-loop-name", lambda: None)
+    for _ in range(5):
+        loop.start()
+    (thread,) = [one for one in threading.enumerate() if one.name == "test-loop-name"]
+    assert thread.daemon
+    loop.stop()
+
+
+def test_a_stop_that_does_not_wait_leaves_no_thread_behind_after_the_next_start() -> None:
+    loop = Loop("test-loop-signal", lambda: None)
+    for _ in range(5):
+        loop.start()
+        loop.stop(wait=False)
+    loop.start()
+    poll(lambda: threads("test-loop-signal") == 1)
+    loop.stop()
+    assert threads("test-loop-signal") == 0
+
+
+def test_a_stop_is_bounded_and_may_come_from_the_loop_itself() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def step() -> None:
+        entered.set()
+        leave.wait(30)
+
+    loop = Loop("test-loop-stuck", step)
+    loop.start()
+    assert entered.wait(10)
+    loop.stop(timeout=0.1)  # returns although the step does not
+    leave.set()
+    poll(lambda: threads("test-loop-stuck") == 0)
+
+    itself: list[Loop] = []
+    itself.append(Loop("test-loop-itself", lambda: itself[0].stop()))  # noqa: PLW0108 - not there yet
+    itself[0].start()
+    poll(lambda: threads("test-loop-itself") == 0)
+
+
+def test_an_error_is_logged_and_the_loop_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    calls = threading.Semaphore(0)
+
+    def step() -> float:
+        calls.release()
+        raise ValueError("broken work")
+
+    loop = Loop("test-loop-error", step, backoff=(0.0, 0.01))
+    with caplog.at_level(logging.ERROR, logger="celery_syncguard"):
+        loop.start()
+        for _ in range(5):
+            assert calls.acquire(timeout=10)
+        loop.stop()
+    assert any(record.exc_info and "broken work" in str(record.exc_info[1]) for record in caplog.records)
+
+
+def test_a_dead_thread_is_replaced_by_the_next_start() -> None:
+    class Killed(BaseException):
+        """Something that no loop may catch."""
+
+    fail = [True]
+    calls = threading.Semaphore(0)
+
+    def step() -> None:
+        if fail.pop() if fail else False:
+            raise Killed
+        calls.release()
+
+    hook, threading.excepthook = threading.excepthook, lambda args: None
+    try:
+        loop = Loop("test-loop-dead", step)
+        loop.start()
+        poll(lambda: threads("test-loop-dead") == 0)
+        assert not loop.running
+        loop.start()
+        assert calls.acquire(timeout=10)
+        loop.stop()
+    finally:
+        threading.excepthook = hook
+
+
+def threads(name: str) -> int:
+    return sum(thread.name == name for thread in threading.enumerate())

@@ -1,0 +1,42 @@
+"""Waiters of one process stand in line."""
+
+from __future__ import annotations
+
+import threading
+
+from celery_syncguard import SyncGuard
+from celery_syncguard.guard import _Turns
+from celery_syncguard.testing import hold_elsewhere
+from tests.fixtures.polling import poll
+
+
+def test_waiters_of_one_process_get_the_lock_in_the_order_in_which_they_came() -> None:
+    order: list[int] = []
+    with SyncGuard("memory://") as guard:
+
+        def wait(number: int) -> None:
+            with guard.hold("k", wait=30):
+                order.append(number)
+
+        with hold_elsewhere(guard, "k"):
+            waiters = [threading.Thread(target=wait, args=(number,)) for number in range(20)]
+            for number, waiter in enumerate(waiters):
+                waiter.start()
+                poll(lambda number=number: len(guard._turns._queues.get("k", ())) == number + 1)
+        for waiter in waiters:
+            waiter.join(30)
+        assert order == list(range(20))
+        assert not guard._turns._queues
+
+
+def test_a_waiter_that_gives_up_leaves_the_line() -> None:
+    turns = _Turns()
+    with turns.turn("k", 0) as first:
+        assert first
+        with turns.turn("k", 0) as second:
+            assert not second
+        with turns.turn("other", 0) as other:
+            assert other
+    with turns.turn("k", 0) as third:
+        assert third
+    assert not turns._queues
