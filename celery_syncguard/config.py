@@ -45,18 +45,23 @@ class Settings:
     hlc: bool = False
 
     @classmethod
-    def from_mapping(cls, conf: Mapping[Any, Any]) -> Settings:
-        """The settings among a Celery configuration's keys (any case, any namespace already removed).
+    def from_mapping(cls, conf: Mapping[Any, Any], *, namespace: str | None = None) -> Settings:
+        """The settings among a Celery configuration's keys, in any case.
+
+        Arguments:
+            namespace: of `app.config_from_object(…, namespace=…)`: keys may begin with it, as in CELERY_SYNCGUARD_DSN.
 
         Raises:
             ImproperlyConfigured: an unknown `syncguard_*` name (with a suggestion), or a value that cannot be meant.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         values: dict[str, Any] = {}
+        prefix = f"{namespace.rstrip('_').lower()}_" if namespace else ""
         for key in conf:
-            if not isinstance(key, str) or not key.lower().startswith(PREFIX):
+            name = key.lower().removeprefix(prefix) if isinstance(key, str) else ""
+            if not name.startswith(PREFIX):
                 continue
-            name = key.lower()[len(PREFIX) :]
+            name = name.removeprefix(PREFIX)
             if name not in known:
                 raise ImproperlyConfigured(
                     f"unknown setting {PREFIX}{name!s}{suggest(PREFIX + name, [PREFIX + one for one in known])}"

@@ -281,12 +281,16 @@ BEGIN
   WITH wanted AS (
     SELECT w.key, w.lock_id, w.ttl_ms FROM unnest(p_keys, p_lock_ids, p_ttls_ms) AS w (key, lock_id, ttl_ms)
   ), locked AS (
-    SELECT l.key, l.lock_id, w.ttl_ms
+    SELECT l.key, l.lock_id, l.expires_at_ms, w.ttl_ms
     FROM syncguard_locks l JOIN wanted w ON w.key = l.key AND w.lock_id = l.lock_id
     FOR NO KEY UPDATE OF l SKIP LOCKED
   )
+  -- An expired lease is renewed only while nobody takes it over. The TypeScript client decides to by a read that locks
+  -- no row, but under the advisory lock.
   UPDATE syncguard_locks l SET expires_at_ms = syncguard_clock_ms() + k.ttl_ms
-  FROM locked k WHERE l.key = k.key AND l.lock_id = k.lock_id
+  FROM locked k
+  WHERE l.key = k.key AND l.lock_id = k.lock_id
+    AND (k.expires_at_ms > syncguard_clock_ms() OR pg_try_advisory_xact_lock(hashtext(k.key)))
   RETURNING l.lock_id, l.expires_at_ms;
   GET DIAGNOSTICS v_count = ROW_COUNT;
   IF v_count < cardinality(p_keys) THEN
