@@ -1,0 +1,84 @@
+"""The main job, shown: real servers from wheels, real workers, and a history that is checked at the end.
+
+`run` is what `celery-syncguard demo` calls. It starts PostgreSQL and Valkey, two `celery worker` processes and later two
+beats, plays the scenes, reads back what the bodies wrote into the database, and says which checks held. Everything that
+it started is ended again, also after Ctrl-C.
+
+Modules: `servers` (PostgreSQL and Valkey), `nodes` (celery processes), `app` (the tasks), `scenes`, `view`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from celery_syncguard.demo.scenes import Stage
+    from celery_syncguard.demo.view import View
+
+__all__ = ["Check", "run"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Check:
+    """One statement about the history, and what was found."""
+
+    scene: str
+    statement: str
+    held: bool
+    found: str
+
+
+def run(json_path: str | None = None) -> int:
+    """Play the demo; 0 if every check held, 1 if not.
+
+    Arguments:
+        json_path: a file to write the checks to.
+    """
+    from celery_syncguard.demo import scenes, servers
+    from celery_syncguard.demo.view import make_view
+
+    problem = servers.missing()
+    if problem is not None:
+        print(f"demo: {problem}")
+        return 1
+    folder = Path(tempfile.mkdtemp(prefix="syncguard-demo-"))
+    view = make_view()
+    started = time.monotonic()
+    checks: list[Check] = []
+    try:
+        with view, scenes.Stage(folder, view) as stage:
+            for play in scenes.SCENES:
+                checks += _play(play, stage, view)
+    except KeyboardInterrupt:
+        print("demo: interrupted, everything is stopped")
+        return 130
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    view.show_checks(checks)
+    if json_path is not None:
+        Path(json_path).write_text(json.dumps([dataclasses.asdict(check) for check in checks], indent=2) + "\n")
+    broken = [check for check in checks if not check.held]
+    for check in broken:
+        print(f"demo: FAILED: {check.scene}: {check.statement} ({check.found})")
+    if broken:
+        return 1
+    print(f"demo: all {len(checks)} checks held ({time.monotonic() - started:.0f} s)")
+    return 0
+
+
+def _play(play: Callable[..., list[Check]], stage: Stage, view: View) -> list[Check]:
+    title = (play.__doc__ or play.__name__).strip().splitlines()[0]
+    view.scene(title)
+    try:
+        checks = play(stage, title)
+        stage.catch_up()
+        return checks
+    except Exception as exc:
+        return [Check(scene=title, statement="the scene could be played to its end", held=False, found=repr(exc))]
