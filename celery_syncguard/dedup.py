@@ -150,7 +150,11 @@ def send_task(
     binding.attach(app)
     ours = TaskOptions().replace({"dedup_ttl": dedup_ttl, "dedup_on_duplicate": dedup_on_duplicate})
     header = header_of(options.get("headers"))
-    for entry, key, what in (("key", lock_key, "lock_key"), ("claim", dedup_key, "dedup_key"), ("run", run_once, "run_once")):
+    for entry, key, what in (
+        ("key", lock_key, "lock_key"),
+        ("claim", dedup_key, "dedup_key"),
+        ("run", run_once, "run_once"),
+    ):
         if key is not None:
             header[entry] = public_key(key, what=what)
     return publish(app, name, ours, header, options, lambda **call: app.send_task(name, args, kwargs, **call))

@@ -293,4 +293,3 @@ def arguments_key(name: str, serializer: str, arguments: Mapping[str, Any]) -> s
     digest = hashlib.sha256(canonical.encode()).hexdigest()[:32]
     # The label is for people and may be cut; the hash carries the difference.
     return public_key(f"{name[:200]}:{digest}", what="dedup_key")
-

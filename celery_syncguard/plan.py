@@ -79,7 +79,14 @@ class Plan:
         return options
 
     def _key(
-        self, task: Any, name: str, source: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, serializer: str | None
+        self,
+        task: Any,
+        name: str,
+        source: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        serializer: str | None,
     ) -> str:
         if source is True:
             serializer = serializer or task.serializer or task.app.conf.task_serializer

@@ -319,7 +319,9 @@ class Run:
             sender=self.task, held=held, outcome=outcome, delay=delay if outcome in ("copy", "retry") else None
         )
         if own:
-            logger.info("%s not run: it runs already, for %.1f s; this copy comes back in %.1f s", who, held.since, delay)
+            logger.info(
+                "%s not run: it runs already, for %.1f s; this copy comes back in %.1f s", who, held.since, delay
+            )
             self._come_back(error, hidden=held.attempt == self.attempt, delay=delay)
         elif outcome == "raise":
             logger.info("%s fails: %s", who, error)
@@ -368,9 +370,7 @@ class Run:
         try:
             signature.apply_async()
         except Exception as exc:  # whatever a broker's client raises
-            logger.warning(
-                "%s[%s] cannot be sent again (%r), so it waits here", self.task.name, self.request.id, exc
-            )
+            logger.warning("%s[%s] cannot be sent again (%r), so it waits here", self.task.name, self.request.id, exc)
             _pause(delay)
             return
         if hidden:

@@ -52,9 +52,7 @@ def settle(task: Any, request: Any, skipped: Skipped) -> None:
     """Store the outcome of a skipped task, for itself and for everything that waits for it."""
     backend = task.backend
     marker: Any = skipped if backend.serializer in ("json", "pickle") else skipped.as_dict()
-    backend.mark_as_done(
-        request.id, marker, request, store_result=_wants_result(task, request), state=SKIPPED
-    )
+    backend.mark_as_done(request.id, marker, request, store_result=_wants_result(task, request), state=SKIPPED)
     # The steps behind it will never be sent. What would complete the chain is marked, however deep it lies.
     elements: deque[Any] = deque(request.chain or ())
     while elements:
