@@ -44,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
 
+@pytest.hookimpl(trylast=True)  # after -k and -m, so that only tests that were asked for are missed
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reasons = {name: servers.missing(name) for name in ("pg", "redis", "rabbitmq", "pgbouncer")}
     kept: list[pytest.Item] = []
