@@ -132,6 +132,8 @@ def _configure(app: Celery) -> None:
 
 
 def attached() -> list[Binding]:
+    """Those of all applications."""
+    """Those of all applications."""
     return list(_bindings.values())
 
 
@@ -139,20 +141,20 @@ def _flush_all(**_: Any) -> None:
     for binding in attached():
         try:
             binding.flush()
-        except Exception:
+        except Exception:  # noqa: BLE001 - the process ends: nothing may keep the others from being flushed
             logger.exception("claims could not be confirmed at exit; they end within seconds")
 
 
-@worker_init.connect(weak=False)
+@worker_init.connect(weak=False)  # type: ignore[untyped-decorator]
 def _check_worker(sender: Any = None, **_: Any) -> None:
     from celery_syncguard import worker
 
     if sender.app in _bindings:
-        worker.start(sender, binding_for(sender.app))
+        worker.start(binding_for(sender.app))
 
 
-@worker_shutdown.connect(weak=False)
-def _stop_worker(sender: Any = None, **_: Any) -> None:
+@worker_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
+def _stop_worker(**_: Any) -> None:
     from celery_syncguard import worker
 
     worker.stop()

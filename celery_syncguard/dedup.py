@@ -24,7 +24,7 @@ from celery_syncguard.confirmer import UNCONFIRMED_TTL
 from celery_syncguard.errors import DuplicateTask, SyncGuardError
 from celery_syncguard.events import logger
 from celery_syncguard.message import HEADER, header_of
-from celery_syncguard.options import TaskOptions
+from celery_syncguard.options import DEFAULT_DEDUP_TTL, TaskOptions
 from celery_syncguard.process import default_holder
 from celery_syncguard.store import Claim
 
@@ -36,9 +36,9 @@ def publish(
     name: str,
     options: TaskOptions,
     header: dict[str, Any],
+    *,
     call: dict[str, Any],
     send: Callable[..., Any],
-    *,
     task: Any = None,
 ) -> Any:
     """Send one message, claimed first if its header has a claim.
@@ -133,8 +133,8 @@ def send_task(
     lock_key: str | None = None,
     dedup_key: str | None = None,
     run_once: str | None = None,
-    dedup_ttl: float = TaskOptions.dedup_ttl,
-    dedup_on_duplicate: str = TaskOptions.dedup_on_duplicate,
+    dedup_ttl: float = DEFAULT_DEDUP_TTL,
+    dedup_on_duplicate: str = "return",
     **options: Any,
 ) -> Any:
     """`app.send_task`, for a producer that does not have the task's code: the keys are given as they are.
@@ -157,4 +157,4 @@ def send_task(
     ):
         if key is not None:
             header[entry] = public_key(key, what=what)
-    return publish(app, name, ours, header, options, lambda **call: app.send_task(name, args, kwargs, **call))
+    return publish(app, name, ours, header, call=options, send=lambda **call: app.send_task(name, args, kwargs, **call))

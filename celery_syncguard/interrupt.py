@@ -5,11 +5,14 @@ Where the body runs decides how:
   * in a process's main thread (prefork, solo): a signal handler raises, so that a blocked system call ends at once. The
     signal is SIGURG, which nobody uses and whose default is to be ignored;
   * in another thread (threads pool): CPython's asynchronous exception, delivered between two bytecodes;
-  * in a greenlet (gevent): a throw from the hub.
+  * in a greenlet (gevent): a throw from the hub, so only when the body gives way.
 
 In each, a C call that does not return cannot be interrupted; the exception comes when it does. The body's end and the
 interrupt exclude each other: after `disarm()` nothing is raised any more, and what was raised but not yet delivered is
 taken back.
+
+No lock is taken in a thread that may be interrupted: an exception that arrives while `with` is entered would leave it
+taken for ever. What decides between the end and the interrupt is always one step that cannot be divided.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import ctypes
 import signal
 import sys
 import threading
+import time
 from typing import Any, Protocol
 
 from celery_syncguard.errors import LeaseLost
@@ -31,11 +35,19 @@ _SIGNAL = getattr(signal, "SIGURG", None)
 class Interrupt(Protocol):
     """One interrupt for one body. Made in the thread that runs the body, before it starts."""
 
+    fired: bool
+
     def fire(self, lease: Lease) -> None:
-        """The lease is lost: raise in the body, unless it has ended. From any thread; at most once."""
+        """The lease is lost: raise in the body, unless it has ended. From any thread; at most once.
+
+        Called in the body's own thread it does nothing: whoever noticed there says so there.
+        """
 
     def disarm(self) -> None:
-        """The body has ended. Called in its own thread; may be repeated."""
+        """The body has ended. Called in its own thread; may be repeated.
+
+        The interrupt may come on the way into the first call, and then never again: the second always gets through.
+        """
 
 
 def interrupt_for() -> Interrupt:
@@ -57,20 +69,21 @@ def _on_signal(number: int, frame: Any) -> None:
     # Runs in the main thread, between two bytecodes of whatever runs there.
     for one in _in_main_thread:
         lease = one.lease
-        if lease is not None and not one.delivered:
-            one.delivered = True
+        if lease is not None and not one.over:
+            one.over = True
             raise lease.loss()
     if callable(_previous_handler):
         _previous_handler(number, frame)
 
 
 class _MainThreadInterrupt:
-    __slots__ = ("delivered", "ident", "lease")
+    __slots__ = ("fired", "ident", "lease", "over")
 
     def __init__(self) -> None:
-        global _previous_handler
+        global _previous_handler  # noqa: PLW0603 - a signal handler belongs to the process
         self.lease: Lease | None = None
-        self.delivered = False
+        self.fired = False
+        self.over = False  # delivered, or the body has ended; only the main thread writes it
         self.ident = threading.get_ident()
         current = signal.getsignal(_SIGNAL)  # type: ignore[arg-type]
         if current is not _on_signal:
@@ -79,45 +92,55 @@ class _MainThreadInterrupt:
         _in_main_thread.append(self)
 
     def fire(self, lease: Lease) -> None:
+        if threading.get_ident() == self.ident or self.fired:
+            return
+        self.fired = True
         self.lease = lease
-        if threading.get_ident() != self.ident and not self.delivered:
-            signal.pthread_kill(self.ident, _SIGNAL)  # type: ignore[arg-type]
+        signal.pthread_kill(self.ident, _SIGNAL)  # type: ignore[arg-type]
 
     def disarm(self) -> None:
-        # First the flag, which needs no call and therefore cannot be interrupted half-way.
-        self.delivered = True
+        # The flag first: the handler runs in this very thread, so it comes before this step or after it.
+        self.over = True
         if self in _in_main_thread:
             _in_main_thread.remove(self)
 
 
 class _ThreadInterrupt:
-    __slots__ = ("ended", "fired", "ident", "mutex")
+    __slots__ = ("_right", "_settled", "fired", "ident")
 
     def __init__(self) -> None:
-        self.mutex = threading.Lock()
         self.ident = threading.get_ident()
         self.fired = False
-        self.ended = False
+        self._right = [self]  # whoever pops it may decide: to raise, or that nothing is raised any more
+        self._settled = False  # what was decided has been done
 
     def fire(self, lease: Lease) -> None:
         if threading.get_ident() == self.ident:
             return
-        with self.mutex:
-            if not self.ended and not self.fired:
-                self.fired = True
-                _raise_in(self.ident, LeaseLost)
+        try:
+            self._right.pop()
+        except IndexError:
+            return
+        self.fired = True
+        _raise_in(self.ident, LeaseLost)
+        self._settled = True
 
     def disarm(self) -> None:
         while True:
             try:
-                with self.mutex:
-                    self.ended = True
+                try:
+                    self._right.pop()
+                except IndexError:
+                    while not self._settled:
+                        time.sleep(0)  # the other thread is between its two steps
                     if self.fired:
                         # Delivered or not: nothing may be left for whatever this thread does next.
                         _raise_in(self.ident, None)
-                return
+                else:
+                    self._settled = True
             except LeaseLost:
                 continue
+            return
 
 
 def _raise_in(ident: int, kind: type[BaseException] | None) -> None:
@@ -126,28 +149,28 @@ def _raise_in(ident: int, kind: type[BaseException] | None) -> None:
 
 
 class _GreenletInterrupt:
-    __slots__ = ("ended", "fired", "greenlet", "hub")
+    __slots__ = ("_ended", "_greenlet", "_hub", "fired")
 
     def __init__(self) -> None:
         import gevent
 
-        self.greenlet = gevent.getcurrent()
-        self.hub = gevent.get_hub()
+        self._greenlet = gevent.getcurrent()
+        self._hub = gevent.get_hub()
+        self._ended = False
         self.fired = False
-        self.ended = False
 
     def fire(self, lease: Lease) -> None:
         import gevent
 
-        if self.fired or self.ended or gevent.getcurrent() is self.greenlet:
+        if self.fired or self._ended or gevent.getcurrent() is self._greenlet:
             return
         self.fired = True
-        # All greenlets of a hub take turns, so between the look at `ended` and the throw nothing can happen.
-        self.hub.loop.run_callback_threadsafe(self._throw, lease)
+        # All greenlets of a hub take turns, so between the look at `_ended` and the throw nothing can happen.
+        self._hub.loop.run_callback_threadsafe(self._throw, lease)
 
     def _throw(self, lease: Lease) -> None:
-        if not self.ended:
-            self.greenlet.throw(lease.loss())
+        if not self._ended:
+            self._greenlet.throw(lease.loss())
 
     def disarm(self) -> None:
-        self.ended = True
+        self._ended = True

@@ -7,7 +7,7 @@ carried in the message. Not here: what is done with them (`task`, `dedup`).
 from __future__ import annotations
 
 import dataclasses
-import datetime
+import datetime as dt
 import enum
 import hashlib
 import inspect
@@ -91,6 +91,9 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "run_once_ttl": _seconds(1.0, 10 * _YEAR),
 }
 
+#: Seconds.
+DEFAULT_DEDUP_TTL = 3600.0
+
 OPTIONS = frozenset(_CHECKS)
 _PREFIXES = ("lock_", "dedup_", "run_once")
 
@@ -110,7 +113,7 @@ class TaskOptions:
     lock_max_deaths: int = 5
     dedup_key: Any = None
     dedup_until: Literal["start", "done", "ttl"] = "done"
-    dedup_ttl: float = 3600.0
+    dedup_ttl: float = DEFAULT_DEDUP_TTL
     dedup_on_duplicate: str = "return"
     run_once: Any = False
     run_once_ttl: float = 7 * 86_400.0
@@ -137,7 +140,7 @@ class TaskOptions:
                     f"without a lock"
                 )
             given["lock_key"] = None
-        options = cls()._checked(given, owner=task.__name__)
+        options = cls().checked(given, owner=task.__name__)
         if options.lock_min_hold and not options.lock_key:
             raise ImproperlyConfigured(f"{task.__name__}: lock_min_hold needs a lock_key")
         return options
@@ -148,9 +151,10 @@ class TaskOptions:
         Raises:
             ImproperlyConfigured: as `of_class`.
         """
-        return self._checked(overrides, owner="apply_async") if overrides else self
+        return self.checked(overrides, owner="apply_async") if overrides else self
 
-    def _checked(self, given: Mapping[str, Any], *, owner: str) -> TaskOptions:
+    def checked(self, given: Mapping[str, Any], *, owner: str) -> TaskOptions:
+        """`replace`, with a name for the messages."""
         values = {}
         for name, value in given.items():
             check = _CHECKS.get(name)
@@ -177,7 +181,7 @@ def take_overrides(options: dict[str, Any]) -> dict[str, Any]:
 def portable(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Overrides as a message can carry them: keys are sent as text apart from this, durations as numbers."""
     return {
-        name: value.total_seconds() if isinstance(value, datetime.timedelta) else value
+        name: value.total_seconds() if isinstance(value, dt.timedelta) else value
         for name, value in overrides.items()
         if not callable(value)
     }
@@ -187,7 +191,7 @@ class _KeyFormatter(string.Formatter):
     """Formats arguments as they look after a serializer, so that all forms of a value make one key."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        return cast(str, super().format_field(plain(value) if not format_spec else value, format_spec))
+        return cast("str", super().format_field(plain(value) if not format_spec else value, format_spec))
 
 
 _formatter = _KeyFormatter()
@@ -197,13 +201,11 @@ def plain(value: Any) -> Any:
     """A value in the form that JSON gives it, for the types that have one."""
     if isinstance(value, enum.Enum):
         return plain(value.value)
-    if isinstance(value, (datetime.datetime, datetime.date, datetime.time)):
+    if isinstance(value, (dt.datetime, dt.date, dt.time)):
         return value.isoformat()
     if isinstance(value, uuid.UUID):
         return str(value)
-    if isinstance(value, tuple):
-        return [plain(one) for one in value]
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [plain(one) for one in value]
     if isinstance(value, dict):
         return {key: plain(one) for key, one in value.items()}
@@ -283,9 +285,10 @@ def arguments_key(name: str, serializer: str, arguments: Mapping[str, Any]) -> s
         kombu.exceptions.EncodeError: the serializer refuses an argument, as it would when publishing.
         InvalidKey: no canonical form is known for an argument that only pickle can carry.
     """
-    serialization.dumps(dict(arguments), serializer=serializer)
+    serialization.dumps(dict(arguments), serializer=serializer)  # type: ignore[no-untyped-call]
     try:
-        canonical = json.dumps(json.loads(json_dumps(plain(dict(arguments)))), sort_keys=True, separators=(",", ":"))
+        encoded = json_dumps(plain(dict(arguments)))  # type: ignore[no-untyped-call]
+        canonical = json.dumps(json.loads(encoded), sort_keys=True, separators=(",", ":"))
     except (TypeError, ValueError) as exc:
         raise InvalidKey(
             f"dedup_key=True cannot tell when two of these arguments are equal ({exc}): give a template or a callable"

@@ -34,7 +34,7 @@ from celery_syncguard.process import default_holder, process_id
 from celery_syncguard.skipped import Skipped
 from celery_syncguard.store import Acquire, Dead, Done, Held
 
-__all__ = ["RUN", "Answered", "Run"]
+__all__ = ["RUN", "Answered", "Run", "check_outer"]
 
 #: Where a request keeps its run.
 RUN = "_syncguard_run"
@@ -57,6 +57,18 @@ class Answered(Ignore):  # type: ignore[misc]
     def __init__(self, message: str, marker: Skipped | None = None) -> None:
         super().__init__(message)
         self.skipped = marker
+
+
+def check_outer() -> None:
+    """After an eager call inside a body: Celery's tracer took an interrupt that was meant for that body for a failure of
+    the inner task.
+
+    Raises:
+        LeaseLost: the lease of a body around this call is lost.
+    """
+    for run in _running.stack:
+        if run.interrupt is not None and run.lease.lost_reason is not None:
+            raise run.lease.loss()
 
 
 class Run:
@@ -171,26 +183,20 @@ class Run:
         self.lease = lease
         self.request.__dict__[RUN] = self
         _running.push(self)
-        if lease is not None:
-            lease.run_key = self.run_key
-            lease.run_ttl = self.options.run_once_ttl
-            signals.lock_acquired.send(sender=self.task, lease=lease)
-            if self.options.lock_on_lost == "interrupt":
-                self.interrupt = interrupt_for()
-                lease.on_lost = self.interrupt.fire
         failure: BaseException | None = None
         try:
             try:
+                if lease is not None:
+                    self._start(lease)
                 return body()
             finally:
                 self._disarm()
         except BaseException as exc:
             # Again: the interrupt may have come on the way to the first.
             self._disarm()
-            failure = exc
-            if lease is not None and isinstance(exc, LeaseLost) and exc.lock_id in ("", lease.lock_id):
-                # Raised between two bytecodes it knows no facts; and its traceback need not show where we raised it.
-                failure = lease.loss()
+            failure = self._loss(exc) or exc
+            if failure is not exc:
+                # Where we raised it is of no interest in its traceback.
                 raise failure from None
             raise
         finally:
@@ -199,9 +205,31 @@ class Run:
             self._end(lease, failure)
             failure = None
 
+    def _start(self, lease: Lease) -> None:
+        lease.run_key = self.run_key
+        lease.run_ttl = self.options.run_once_ttl
+        signals.lock_acquired.send(sender=self.task, lease=lease)
+        if self.options.lock_on_lost == "interrupt":
+            self.interrupt = interrupt_for()
+            lease.on_lost = self.interrupt.fire
+            if lease.lost_reason is not None:
+                # Lost before anybody could have been told.
+                raise lease.loss()
+
     def _disarm(self) -> None:
         if self.interrupt is not None:
             self.interrupt.disarm()
+
+    def _loss(self, exc: BaseException) -> LeaseLost | None:
+        """The error with its facts, if `exc` says that this lease is lost. Between two bytecodes it knows no facts."""
+        if not isinstance(exc, LeaseLost) or self.lease is None:
+            return None
+        if exc.lock_id == self.lease.lock_id:
+            return self.lease.loss()
+        if exc.lock_id:
+            return None
+        interrupted = (run for run in reversed(_running.stack) if run.interrupt is not None and run.interrupt.fired)
+        return next((run.lease.loss() for run in interrupted), self.lease.loss())
 
     def _end(self, lease: Lease | None, failure: BaseException | None) -> None:
         """Release, with everything that the end of this attempt means, in one round trip."""
@@ -277,7 +305,7 @@ class Run:
             return None
         try:
             meta = self.task.backend.get_task_meta(done.task_id)
-        except Exception as exc:  # any backend, any fault: the work is done all the same
+        except Exception as exc:  # noqa: BLE001 - any backend, any fault: the work is done all the same
             logger.info("the first run's result cannot be had: %r", exc)
             return None
         return meta.get("result") if meta.get("status") == "SUCCESS" else None
@@ -369,7 +397,7 @@ class Run:
         )
         try:
             signature.apply_async()
-        except Exception as exc:  # whatever a broker's client raises
+        except Exception as exc:  # noqa: BLE001 - whatever a broker's client raises
             logger.warning("%s[%s] cannot be sent again (%r), so it waits here", self.task.name, self.request.id, exc)
             _pause(delay)
             return

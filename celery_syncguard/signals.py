@@ -1,14 +1,14 @@
 """Celery signals of this library. Connect to them as to Celery's own; the sender is the task unless said otherwise.
 
-    lock_acquired   sender=task, lease
-    lock_held       sender=task, held (`store.Held`), outcome ("retry", "skip", "raise" or "copy"), delay in seconds or None
-    lock_released   sender=task, lease, released (False: it was not ours any more)
-    lease_lost      sender=the SyncGuard, lease. Sent once, by whichever thread noticed
-    run_answered    sender=task, done (`store.Done`): the work was done before, so it was answered and not run
-    task_skipped    sender=task, skipped (`Skipped`)
-    task_duplicate  sender=task, claim (`store.Claim`): a second copy was not published
-    leader_elected  sender=the leadership key, term
-    leader_lost     sender=the leadership key, term
+- `lock_acquired`: sender=task, lease
+- `lock_held`: sender=task, held (`store.Held`), outcome ("retry", "skip", "raise" or "copy"), delay in seconds or None
+- `lock_released`: sender=task, lease, released (False: it was not ours any more)
+- `lease_lost`: sender=the SyncGuard, lease. Sent once, by whichever thread noticed
+- `run_answered`: sender=task, done (`store.Done`): the work was done before, so it was answered and not run
+- `task_skipped`: sender=task, skipped (`Skipped`)
+- `task_duplicate`: sender=task, claim (`store.Claim`): a second copy was not published
+- `leader_elected`: sender=the leadership key, term
+- `leader_lost`: sender=the leadership key, term
 """
 
 from __future__ import annotations

@@ -103,7 +103,8 @@ class Renewal:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Release:
     """An end of a lease. `min_hold` keeps the key taken for so many seconds since the acquire; `run_key` records a
-    completion for `run_ttl`; `claim_key` ends the task's claim; `attempt_done`: the attempt ended by itself."""
+    completion for `run_ttl`; `claim_key` ends the task's claim; `attempt_done`: the attempt ended by itself.
+    """
 
     key: str
     lock_id: str

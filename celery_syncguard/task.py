@@ -22,7 +22,7 @@ from celery_syncguard.lease import Lease
 from celery_syncguard.message import HEADER, header_of
 from celery_syncguard.options import take_overrides
 from celery_syncguard.plan import Plan
-from celery_syncguard.run import RUN, Answered, Run
+from celery_syncguard.run import RUN, Answered, Run, check_outer
 from celery_syncguard.skipped import SKIPPED
 
 __all__ = ["LockedTask"]
@@ -61,15 +61,16 @@ class LockedTask(Task):  # type: ignore[misc]
 
     def plan(self) -> Plan:
         """What the options of this task come to."""
-        found = type(self)._plan
+        found = type(self)._plan  # noqa: SLF001 - our own class
         if found is None:
             settings = binding.settings_for(self.app)
-            found = type(self)._plan = Plan.of_class(type(self), lock_ttl=settings.lock_ttl)
+            found = Plan.of_class(type(self), lock_ttl=settings.lock_ttl)
+            type(self)._plan = found  # noqa: SLF001
         return found
 
     # Publishing
 
-    def apply_async(
+    def apply_async(  # noqa: PLR0917 - Celery's signature
         self,
         args: Any = None,
         kwargs: Any = None,
@@ -108,9 +109,15 @@ class LockedTask(Task):  # type: ignore[misc]
         if link is not None:
             # Only looked at by dedup; handed on by `send`.
             return dedup.publish(
-                self.app, self.name, task_options, header, {**call, "link": link}, _without_link(send), task=self
+                self.app,
+                self.name,
+                task_options,
+                header,
+                call={**call, "link": link},
+                send=_without_link(send),
+                task=self,
             )
-        return dedup.publish(self.app, self.name, task_options, header, call, send, task=self)
+        return dedup.publish(self.app, self.name, task_options, header, call=call, send=send, task=self)
 
     def apply(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         """Run here and now, under the lock as in a worker. Takes our options too."""
@@ -119,7 +126,8 @@ class LockedTask(Task):  # type: ignore[misc]
         self.plan().complete(self, header, tuple(args or ()), dict(kwargs or {}), overrides)
         options["headers"] = {**(options.get("headers") or {}), HEADER: header}
         result = super().apply(args, kwargs, **options)
-        if isinstance(result, EagerResult) and isinstance(result._result, Answered):
+        check_outer()
+        if isinstance(result, EagerResult) and isinstance(result.result, Answered):
             return _answered(result)
         return result
 
@@ -185,14 +193,14 @@ class _EagerlySkipped(EagerResult):  # type: ignore[misc]
 
 
 def _answered(result: Any) -> Any:
-    marker = result._result.skipped
+    marker = result.result.skipped
     if marker is None:
-        return EagerResult(result.id, None, SUCCESS, name=result._name)
-    return _EagerlySkipped(result.id, marker, SKIPPED, name=result._name)
+        return EagerResult(result.id, None, SUCCESS, name=result.name)
+    return _EagerlySkipped(result.id, marker, SKIPPED, name=result.name)
 
 
 def _without_link(send: Any) -> Any:
-    def without_link(*, link: Any, **call: Any) -> Any:
+    def without_link(*, link: Any, **call: Any) -> Any:  # noqa: ARG001 - taken out
         return send(**call)
 
     return without_link

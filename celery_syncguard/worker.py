@@ -10,12 +10,14 @@ The ttl is the backstop: for a lost main process, a lost host, or a database tha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from billiard.einfo import ExceptionWithTraceback
@@ -39,7 +41,7 @@ __all__ = ["GuardedRequest", "start", "stop"]
 _PATIENCE = 3600.0
 
 
-def start(worker: Any, binding: Any) -> None:
+def start(binding: Any) -> None:
     """Check settings, server and schema before the worker takes its first task.
 
     Raises:
@@ -49,7 +51,7 @@ def start(worker: Any, binding: Any) -> None:
         check(binding)
     except SyncGuardError as exc:
         # Logging is not set up yet, and a handler's exceptions would be swallowed: only SystemExit gets through.
-        print(f"celery-syncguard: {exc}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"celery-syncguard: {exc}\n")
         raise SystemExit(78) from None  # EX_CONFIG
     _undertaker.bind(binding)
 
@@ -179,10 +181,8 @@ class _Undertaker:
     def _wake(self) -> None:
         self._loop.start()
         if self._wake_fds is not None:
-            try:
+            with contextlib.suppress(BlockingIOError):  # enough wake-ups are under way
                 os.write(self._wake_fds[1], b"x")
-            except BlockingIOError:
-                pass  # enough wake-ups are under way
 
     def _step(self) -> float | None:
         assert self._wake_fds is not None
@@ -190,10 +190,8 @@ class _Undertaker:
             blind = any(fd < 0 for fd in self._watched.values())
         ready = {fd for fd, _ in self._poll.poll(200 if blind or self._work else 1000)}
         if self._wake_fds[0] in ready:
-            try:
+            with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_fds[0], 4096)
-            except BlockingIOError:
-                pass
         for pid, fd in list(self._watched.items()):
             if fd in ready or (fd < 0 and not _alive(pid)):
                 with self._mutex:
@@ -248,8 +246,7 @@ def _alive(pid: int) -> bool:
     except PermissionError:
         return True
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
         return True
 
