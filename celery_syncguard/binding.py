@@ -79,6 +79,7 @@ _mutex = threading.Lock()
 
 
 def binding_for(app: Celery) -> Binding:
+    """What the application has of ours; made at the first call."""
     app = _real(app)
     found = _bindings.get(app)
     if found is None:
