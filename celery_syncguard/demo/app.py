@@ -64,14 +64,14 @@ def pause(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
-@app.task(base=LockedTask, bind=True, name="demo.charge", lock_key="{key}", lock_retry_delay=(0.1, 0.4))
+@app.task(base=LockedTask, bind=True, name="demo.charge", lock_key="{key}", lock_retry_delay=(0.1, 0.4))  # type: ignore[untyped-decorator]
 def charge(self: Any, key: str, seconds: float) -> None:
     record("start", key, self)
     pause(seconds)
     record("end", key, self)
 
 
-@app.task(
+@app.task(  # type: ignore[untyped-decorator]
     base=LockedTask,
     bind=True,
     name="demo.pay_out",
@@ -98,17 +98,17 @@ def pay_out(self: Any, name: str, seconds: float) -> str:
         record("committed", key, self)
     except LeaseLost:
         record("lost", key, self)
-    return worker
+    return str(worker)
 
 
-@app.task(base=LockedTask, bind=True, name="demo.import_file", dedup_key="import:{path}")
+@app.task(base=LockedTask, bind=True, name="demo.import_file", dedup_key="import:{path}")  # type: ignore[untyped-decorator]
 def import_file(self: Any, path: str) -> None:
     record("start", path, self)
     pause(0.5)
     record("end", path, self)
 
 
-@app.task(base=LockedTask, bind=True, name="demo.book", run_once=True, acks_late=True, lock_retry_delay=(0.1, 0.4))
+@app.task(base=LockedTask, bind=True, name="demo.book", run_once=True, acks_late=True, lock_retry_delay=(0.1, 0.4))  # type: ignore[untyped-decorator]
 def book(self: Any, name: str) -> None:
     conn = connection()
     with self.lease.transaction(conn):
@@ -120,6 +120,6 @@ def book(self: Any, name: str) -> None:
     record("booked", name, self)
 
 
-@app.task(bind=True, name="demo.tick", ignore_result=True)
+@app.task(bind=True, name="demo.tick", ignore_result=True)  # type: ignore[untyped-decorator]
 def tick(self: Any) -> None:
     record("tick", "beat", self)

@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class Stage:
         for node in (self.a, self.b):
             node.start()
         for node in (self.a, self.b):
-            self.wait_for(lambda node=node: "ready." in node.log.read_text(), f"worker {node.name} is ready")
+            self.wait_for(partial(_is_ready, node), f"worker {node.name} is ready")
         self._follower = threading.Thread(target=self._follow, name="demo-follower", daemon=True)
         self._follower.start()
 
@@ -126,6 +127,10 @@ class Stage:
         history = self.history()
         if history:
             self.wait_for(lambda: self._seen >= history[-1][0], "the view has caught up")
+
+
+def _is_ready(node: Node, times: int = 1) -> bool:
+    return node.log.read_text().count("ready.") >= times
 
 
 def _intervals(rows: list[Row]) -> dict[str, list[tuple[float, float, int]]]:
@@ -195,7 +200,7 @@ def frozen_past_its_ttl(stage: Stage, title: str) -> list[Check]:
     """A worker is frozen with SIGSTOP past its ttl and wakes up late: the database refuses its write"""
     key = "account:joint"
     stage.conn.execute("INSERT INTO demo_accounts VALUES ('joint', 'nobody', 0)")
-    stage.wait_for(lambda: stage.a.log.read_text().count("ready.") >= 2, "worker A is back")
+    stage.wait_for(partial(_is_ready, stage.a, 2), "worker A is back")
     stage.tasks.pay_out.apply_async(("joint", 1.0), queue="A")
     stage.wait_for(lambda: stage.history(event="start", key=key), "worker A started it")
     stage.a.signal(signal.SIGSTOP)
@@ -243,7 +248,7 @@ def delivered_twice(stage: Stage, title: str) -> list[Check]:
             stage.tasks.book.apply_async((name,), task_id=task_id)
     stage.wait_for(lambda: len(stage.history(event="booked")) >= len(names), "everything was booked")
     stage.wait_for(lambda: stage.waiting_messages() <= before, "the second copies were consumed too")
-    rows = dict(stage.conn.execute("SELECT name, count FROM demo_effects").fetchall())
+    rows: dict[str, int] = dict(stage.conn.execute("SELECT name, count FROM demo_effects").fetchall())
     exact = sum(rows.get(name) == 1 for name in names)
     return [Check(title, "every booking took effect exactly once", exact == len(names), f"{exact} of {len(names)}")]
 
