@@ -18,7 +18,7 @@ MIGRATIONS = sorted((ROOT / "migrations").glob("[0-9]*.sql"))
 LOAD_ENTRY_POINTS = """
 from importlib.metadata import distribution
 for entry_point in distribution("celery-syncguard").entry_points:
-    print(entry_point.group, entry_point.name, entry_point.load().__name__)
+    print(entry_point.group, entry_point.name, callable(entry_point.load()))
 """
 
 
@@ -77,15 +77,21 @@ def test_the_installed_command_prints_every_migration_in_order(environment):
 
 def test_every_entry_point_resolves(environment):
     lines = environment.run("python", "-c", LOAD_ENTRY_POINTS).splitlines()
-    assert {line.rsplit(" ", 1)[0] for line in lines} == {
-        "console_scripts celery-syncguard",
-        "celery.commands syncguard",
-        "celery.beat_schedulers syncguard",
+    assert set(lines) == {
+        "console_scripts celery-syncguard True",
+        "celery.commands syncguard True",
+        "celery.beat_schedulers syncguard True",
     }
 
 
 def test_celery_knows_the_subcommand(environment):
     assert "migrate" in environment.run("celery", "syncguard", "--help")
+
+
+def test_other_celery_commands_do_not_load_a_database_driver(environment):
+    """Every `celery` command loads the entry point, also where libpq is missing."""
+    code = "import sys, celery_syncguard.cli; print([name for name in sys.modules if name.startswith('psycopg')])"
+    assert environment.run("python", "-c", code).strip() == "[]"
 
 
 def test_the_version_is_that_of_the_distribution(environment, wheel):
