@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery_syncguard import clock, fencing
 from celery_syncguard.config import Settings
@@ -23,6 +23,9 @@ from celery_syncguard.postgres import PostgresStore
 from celery_syncguard.process import default_holder, forget_in_children, process_id
 from celery_syncguard.renewer import Renewer
 from celery_syncguard.store import Acquire, Dead, Done, Grant, Held, LockRow, LockStore, Pruned, Release
+
+if TYPE_CHECKING:
+    from celery_syncguard.leadership import Leadership
 
 __all__ = ["SyncGuard", "lock_held"]
 
@@ -163,6 +166,37 @@ class SyncGuard:
         """Delete rows that have been over for `older` seconds. `counters`: idle fence counters too (see operations)."""
         return self.store.prune(older=seconds(older, what="older"), counters=counters)
 
+    def leadership(
+        self,
+        key: str,
+        *,
+        ttl: float | timedelta | None = None,
+        holder: str | None = None,
+        on_elected: Callable[[Lease], object] | None = None,
+        on_lost: Callable[[Lease], object] | None = None,
+    ) -> Leadership:
+        """Stand for the leadership of `key`, with any number of other processes; a context manager (see `leadership`).
+
+        Arguments:
+            key: 1 to about 490 UTF-8 bytes.
+            ttl: seconds for which a dead leader keeps the others waiting; None: the setting `syncguard_leader_ttl` (15).
+            holder: who this is, for people.
+            on_elected, on_lost: called with the lease of a term that begins, and of one that is over.
+
+        Raises:
+            InvalidKey, ImproperlyConfigured: before any I/O.
+        """
+        from celery_syncguard.leadership import Leadership
+
+        return Leadership(
+            self,
+            public_key(key, what="leadership key"),
+            ttl=self.settings.leader_ttl if ttl is None else ttl,
+            holder=None if holder is None else _holder(holder),
+            on_elected=on_elected,
+            on_lost=on_lost,
+        )
+
     def close(self) -> None:
         """Stop renewing and close the connections. Leases that were not released end at their ttl. May be repeated."""
         self._closed = True
@@ -283,9 +317,10 @@ class SyncGuard:
     def lease_ended(self, lease: Lease) -> None:
         """A lease was lost. Told once for each, by whichever thread noticed."""
         self._renewer.remove(lease)
+        on_lost = lease.on_lost  # read once: the body's end takes it away
+        if on_lost is not None:
+            on_lost(lease)
         logger.warning("lost the lease on %r (fence %d): %s", lease.key, lease.fence, lease.lost_reason)
-        if lease.on_lost is not None:
-            lease.on_lost(lease)
         self.events.emit("lease_lost", lease=lease)
 
 
