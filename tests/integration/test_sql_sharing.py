@@ -320,7 +320,7 @@ def test_tables_that_the_other_client_made_are_adopted_with_their_locks_and_coun
 def test_a_table_of_another_shape_is_refused_as_a_whole(empty_dsn):
     with psycopg.connect(empty_dsn, autocommit=True) as conn:
         conn.execute("create table syncguard_locks (key text primary key, owner text)")
-    with pytest.raises(Exception, match="expires_at_ms|lock_id"):
+    with pytest.raises(Exception, match=r"column .* does not exist"):
         migrate.migrate(empty_dsn)
     with psycopg.connect(empty_dsn) as conn:
         assert conn.execute("select tablename from pg_tables where schemaname = 'public'").fetchall() == [
