@@ -67,9 +67,11 @@ class Binding:
 
     def close(self) -> None:
         """Flush and close; the next use starts afresh."""
-        self.flush()
         with self._mutex:
-            guard, self._guard, self._confirmer = self._guard, None, None
+            guard, self._guard = self._guard, None
+            confirmer, self._confirmer = self._confirmer, None
+        if confirmer is not None:
+            confirmer.close()
         if guard is not None:
             guard.close()
 

@@ -1,8 +1,9 @@
-"""Confirms claims in the background, many in one statement.
+"""Confirms claims in the background, many in one statement, and ends those whose end got no answer.
 
 A claim is made with a short life before its message is published, so that a producer which dies in between blocks others
 for seconds only. Once the broker has the message, the claim is given its whole life here, off the caller's path. What is
-not confirmed in time ends early: then a duplicate may be queued, but nothing is lost.
+not confirmed in time ends early: then a duplicate may be queued, but nothing is lost. A worker confirms again what it
+starts, in case the producer died before it could.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ UNCONFIRMED_TTL = 10.0
 #: Seconds in which confirmations are gathered into one statement.
 _GATHER = 0.1
 
+#: Seconds between two attempts while the database does not answer.
+_AGAIN = 1.0
+
 
 class Confirmer:
     """Confirms claims of one process."""
@@ -36,16 +40,29 @@ class Confirmer:
     def forget(self) -> None:
         """After a fork (and at the start): the parent confirms its own."""
         self._mutex = threading.Lock()
-        self._pending: dict[tuple[str, str], tuple[float, float]] = {}
+        #: (key, task_id) -> the whole life in seconds, or None to end it; and until when to try.
+        self._pending: dict[tuple[str, str], tuple[float | None, float]] = {}
         self._loop = Loop("syncguard-confirmer", self._step)
         self._flush_at = 0.0
 
     def confirm(self, key: str, *, task_id: str, ttl: float) -> None:
         """The broker has accepted the message: its claim shall live for `ttl` seconds from when it was made."""
+        self._add(key, task_id, ttl, UNCONFIRMED_TTL)
+
+    def end(self, key: str, *, task_id: str, ttl: float) -> None:
+        """End a claim as soon as the database answers; after `ttl` seconds it has ended by itself."""
+        self._add(key, task_id, None, ttl)
+
+    def withdraw(self, key: str, *, task_id: str) -> None:
+        """The claim has ended: if it waits for its confirmation, that is not needed any more."""
+        with self._mutex:
+            self._pending.pop((key, task_id), None)
+
+    def _add(self, key: str, task_id: str, ttl: float | None, patience: float) -> None:
         now = clock.now()
         with self._mutex:
             first = not self._pending
-            self._pending[key, task_id] = (ttl, now + UNCONFIRMED_TTL)
+            self._pending[key, task_id] = (ttl, now + patience)
             if first:
                 self._flush_at = now + _GATHER
         if first:
@@ -53,20 +70,31 @@ class Confirmer:
             self._loop.wake()
 
     def flush(self) -> None:
-        """Confirm what is pending now, in the calling thread. Errors are logged: the claims just end early."""
+        """Do what is pending now, in the calling thread. Errors are logged: what is left is tried again, or ends early."""
         with self._mutex:
             pending, self._pending = self._pending, {}
-        if not pending:
-            return
+        todo = dict(pending)
         try:
-            self._store.confirm([(key, task_id, ttl) for (key, task_id), (ttl, _) in pending.items()])
+            confirmed = [(key, task_id, ttl) for (key, task_id), (ttl, _) in pending.items() if ttl is not None]
+            if confirmed:
+                self._store.confirm(confirmed)
+                todo = {claim: (ttl, until) for claim, (ttl, until) in todo.items() if ttl is None}
+            for key, task_id in list(todo):
+                self._store.unclaim(key, task_id=task_id)
+                del todo[key, task_id]
         except SyncGuardError as exc:
             now = clock.now()
-            again = {claim: (ttl, until) for claim, (ttl, until) in pending.items() if until > now}
-            logger.warning("could not confirm %d claim(s), %d will be tried again: %s", len(pending), len(again), exc)
+            again = {claim: (ttl, until) for claim, (ttl, until) in todo.items() if until > now}
+            logger.warning("could not settle %d claim(s), %d will be tried again: %s", len(todo), len(again), exc)
             with self._mutex:
                 self._pending = {**again, **self._pending}
-                self._flush_at = now + 1.0
+                self._flush_at = now + _AGAIN
+
+    def close(self) -> None:
+        """Flush, and end the thread. May be repeated."""
+        self.flush()
+        self._loop.stop(wait=False)
+        self._loop.wake()
 
     def _step(self) -> float | None:
         with self._mutex:
@@ -76,4 +104,4 @@ class Confirmer:
         if wait > 0:
             return wait
         self.flush()
-        return 0.001
+        return 0.0

@@ -5,38 +5,49 @@
 The claim is made on a connection of our own, so a duplicate never aborts the caller's transaction, and is ended again when
 publishing raises. Whoever gets the claim publishes; everybody else gets the id of the task that has it.
 
-What if a duplicate carries a continuation (link, chain, chord)? Its tail would be lost with it. So it is refused loudly
-before anything is sent; but where the caller is a worker that dispatches the next step of a finished parent, or the step is
-a member of a chord that is half sent, it is sent without a claim, since an exception there would break what has been done.
+What if somebody waits for the duplicate itself, under its own id? That depends on what is still to be sent:
+
+  * a head with a continuation (chain, link): refused with `DuplicateTask` before anything is sent, as its tail would be lost;
+  * a member of a group: not sent; its own result says SKIPPED and by whom, so that the group's result comes to an end;
+  * a member of a chord, or what a worker sends for a task that has begun (a retry, a callback, the next step of a chain, the
+    body of a chord): sent without a claim, with a warning, as an exception there would break what has been done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from celery import current_task
-from celery.result import AsyncResult
 from celery.utils import uuid
+from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from celery_syncguard import binding, signals
 from celery_syncguard.confirmer import UNCONFIRMED_TTL
 from celery_syncguard.errors import DuplicateTask, SyncGuardError
 from celery_syncguard.events import logger
+from celery_syncguard.key import public_key
 from celery_syncguard.message import HEADER, header_of
-from celery_syncguard.options import DEFAULT_DEDUP_TTL, TaskOptions
+from celery_syncguard.options import TaskOptions
 from celery_syncguard.process import default_holder
+from celery_syncguard.skipped import SKIPPED, Skipped, marker_for
 from celery_syncguard.store import Claim
 
 __all__ = ["publish", "send_task"]
+
+#: The shortest life of a claim in seconds, however soon its message expires.
+_SHORTEST = 1.0
+
+_DEFAULTS = TaskOptions()
 
 
 def publish(
     app: Any,
     name: str,
     options: TaskOptions,
-    header: dict[str, Any],
     *,
+    header: dict[str, Any],
     call: dict[str, Any],
     send: Callable[..., Any],
     task: Any = None,
@@ -56,36 +67,52 @@ def publish(
         StoreUnavailable: the claim could not be asked for; nothing was sent.
     """
     call["headers"] = {**(call.get("headers") or {}), HEADER: header}
-    claim_key = header.get("claim")
-    if claim_key is None or header.get("claimed"):
-        # Nothing to claim, or a message that comes again under the claim that it has.
+    key = header.get("claim")
+    if key is None:
         return send(**call)
     store = binding.guard_for(app).store
-    task_id = call.get("task_id") or uuid()
-    call["task_id"] = task_id
-    claim = store.claim(claim_key, task_id=task_id, ttl=UNCONFIRMED_TTL, holder=f"{name}[{task_id}] {default_holder()}")
+    task_id = call["task_id"] = call.get("task_id") or uuid()
+    holder = f"{name}[{task_id}] {default_holder()}"
+    due = _seconds_until(app, call.get("eta"), call.get("countdown")) or 0.0
+    if header.get("claimed"):
+        # It comes again under the claim that it has. A long wait must not outlast that.
+        if due > options.dedup_ttl / 2:
+            _quietly(lambda: store.claim(key, task_id=task_id, ttl=due + options.dedup_ttl, holder=holder))
+        return send(**call)
+    ttl = _life(app, task, call, due + options.dedup_ttl)
+    try:
+        claim = store.claim(
+            key, task_id=task_id, ttl=min(UNCONFIRMED_TTL, ttl), holder=holder, lock_key=header.get("key")
+        )
+    except SyncGuardError as exc:
+        if not _begun(call):
+            raise
+        logger.warning("%s[%s] is sent without its claim: %s", name, task_id, exc)
+        return _sent_unclaimed(header, call, send)
     if not claim.ours:
         signals.task_duplicate.send(sender=task if task is not None else name, claim=claim)
-        answer = _duplicate(app, name, options, claim, call)
-        if answer is not None:
-            return answer
-        header.pop("claim")
-        return _marked(send(**call), duplicate=False, holder=None)
+        return _duplicate(app, name, options, claim, header=header, call=call, send=send)
     header["claimed"] = True
     try:
         result = send(**call)
     except BaseException:
-        try:
-            store.unclaim(claim_key, task_id=task_id)
-        except SyncGuardError as exc:
-            logger.warning("publishing failed and its claim could not be ended; it ends within seconds: %s", exc)
+        _quietly(lambda: store.unclaim(key, task_id=task_id))
         raise
-    binding.binding_for(app).confirmer.confirm(claim_key, task_id=task_id, ttl=options.dedup_ttl)
+    binding.binding_for(app).confirmer.confirm(key, task_id=task_id, ttl=ttl)
     return _marked(result, duplicate=False, holder=None)
 
 
-def _duplicate(app: Any, name: str, options: TaskOptions, claim: Claim, call: Mapping[str, Any]) -> Any:
-    """The existing task's result; None if the message has to be sent all the same."""
+def _duplicate(
+    app: Any,
+    name: str,
+    options: TaskOptions,
+    claim: Claim,
+    *,
+    header: dict[str, Any],
+    call: dict[str, Any],
+    send: Callable[..., Any],
+) -> Any:
+    """The existing task's result, unless the message has to be sent all the same."""
     error = DuplicateTask(
         f"{name} is a duplicate: {claim.key!r} was claimed {claim.age:.1f} s ago by task {claim.task_id}",
         task_id=claim.task_id,
@@ -93,32 +120,76 @@ def _duplicate(app: Any, name: str, options: TaskOptions, claim: Claim, call: Ma
         holder=claim.holder,
         age=claim.age,
     )
-    if call.get("chord") is not None or _dispatched_by_worker(call):
+    continued = bool(call.get("chain") or call.get("link"))
+    group, chord = _waiting(call)
+    if _begun(call) or chord or (group and continued):
         logger.warning("%s; it is sent nevertheless, because others wait for its end", error)
-        return None
-    if call.get("chain") or call.get("link"):
+        return _sent_unclaimed(header, call, send)
+    if group:
+        logger.info("%s; as a member of a group it ends as SKIPPED", error)
+        skipped = Skipped(key=claim.key, holder=claim.holder, task_id=claim.task_id, since=round(claim.age, 3))
+        app.backend.store_result(call["task_id"], marker_for(app.backend, skipped), SKIPPED)
+    elif continued or options.dedup_on_duplicate == "raise":
         raise error
-    if options.dedup_on_duplicate == "raise":
-        raise error
-    logger.info("%s", error)
+    else:
+        logger.info("%s", error)
     result_cls = call.get("result_cls") or app.AsyncResult
     return _marked(result_cls(claim.task_id), duplicate=True, holder=claim.holder)
 
 
-def _dispatched_by_worker(call: Mapping[str, Any]) -> bool:
-    """Whether Celery's tracer sends this as a callback or as the next step of a task that has just finished."""
-    parent = current_task
-    request = parent.request if parent else None
-    return bool(
-        request is not None
-        and not request.called_directly
-        and call.get("parent_id") is not None
-        and call.get("parent_id") == request.id
+def _sent_unclaimed(header: dict[str, Any], call: dict[str, Any], send: Callable[..., Any]) -> Any:
+    header.pop("claim")
+    return _marked(send(**call), duplicate=False, holder=None)
+
+
+def _waiting(call: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether a group, and whether a chord, counts on the end of this message or of the chain that it begins."""
+    chain = call.get("chain")
+    last = (chain[0].get("options") or {}) if chain else {}
+    return (
+        bool(call.get("group_id") or last.get("group_id")),
+        call.get("chord") is not None or last.get("chord") is not None,
     )
 
 
+def _begun(call: Mapping[str, Any]) -> bool:
+    """Whether a worker sends this on behalf of a task that has begun, not the body of that task because it wants to."""
+    request = current_task.request if current_task else None
+    if request is None or request.called_directly:
+        return False
+    if current_task.name == "celery.chord_unlock":
+        return True
+    body = ((request.chord or {}).get("options") or {}).get("task_id")
+    return call.get("parent_id") == request.id or call.get("task_id") in (request.id, body)
+
+
+def _life(app: Any, task: Any, call: Mapping[str, Any], ttl: float) -> float:
+    """Seconds that the claim lives: not longer than the message, which is thrown away when it expires."""
+    expires = call.get("expires")
+    if expires is None:
+        expires = getattr(task, "expires", None)
+    left = _seconds_until(app, expires, None)
+    return ttl if left is None else max(_SHORTEST, min(ttl, left))
+
+
+def _seconds_until(app: Any, moment: Any, countdown: float | None) -> float | None:
+    """From now to a moment as Celery takes them: a number of seconds, a datetime or its ISO form."""
+    moment = countdown if countdown is not None else moment
+    if isinstance(moment, (str, datetime)):
+        moment = (maybe_make_aware(maybe_iso8601(moment), app.timezone) - app.now()).total_seconds()
+    return None if moment is None else float(moment)
+
+
+def _quietly(work: Callable[[], object]) -> None:
+    """Without it a claim ends too early or some seconds too late, which must not hide what the caller has to know."""
+    try:
+        work()
+    except SyncGuardError as exc:
+        logger.warning("a claim could not be settled: %s", exc)
+
+
 def _marked(result: Any, *, duplicate: bool, holder: str | None) -> Any:
-    if isinstance(result, AsyncResult) or hasattr(result, "id"):
+    if hasattr(result, "id"):
         result.duplicate = duplicate
         result.holder = holder
     return result
@@ -133,8 +204,8 @@ def send_task(
     lock_key: str | None = None,
     dedup_key: str | None = None,
     run_once: str | None = None,
-    dedup_ttl: float = DEFAULT_DEDUP_TTL,
-    dedup_on_duplicate: str = "return",
+    dedup_ttl: float = _DEFAULTS.dedup_ttl,
+    dedup_on_duplicate: str = _DEFAULTS.dedup_on_duplicate,
     **options: Any,
 ) -> Any:
     """`app.send_task`, for a producer that does not have the task's code: the keys are given as they are.
@@ -145,10 +216,8 @@ def send_task(
 
     Returns, raises: as `publish`.
     """
-    from celery_syncguard.key import public_key
-
     binding.attach(app)
-    ours = TaskOptions().replace({"dedup_ttl": dedup_ttl, "dedup_on_duplicate": dedup_on_duplicate})
+    ours = _DEFAULTS.replace({"dedup_ttl": dedup_ttl, "dedup_on_duplicate": dedup_on_duplicate})
     header = header_of(options.get("headers"))
     for entry, key, what in (
         ("key", lock_key, "lock_key"),
@@ -157,4 +226,8 @@ def send_task(
     ):
         if key is not None:
             header[entry] = public_key(key, what=what)
-    return publish(app, name, ours, header, call=options, send=lambda **call: app.send_task(name, args, kwargs, **call))
+
+    def send(**call: Any) -> Any:
+        return app.send_task(name, args, kwargs, **call)
+
+    return publish(app, name, ours, header=header, call=options, send=send)

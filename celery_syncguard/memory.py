@@ -98,6 +98,8 @@ class MemoryStore:
                     return Dead(deaths=deaths)
             if row is not None and not _same(row, request):
                 self._bury(row, now)
+                if row.task_id != request.task_id:
+                    self._end_claim_of(row)
             fence = max(self._counters.get(request.key, 0) + 1, int((now + self._offset) * 1000))
             self._counters[request.key] = fence
             row = self._rows[request.key] = _Row(
@@ -237,9 +239,14 @@ class MemoryStore:
             row = self._rows.get(key)
             return self._changed.wait_for(lambda: self._rows.get(key) is not row or row is None, timeout)
 
-    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None) -> Claim:
+    def claim(
+        self, key: str, *, task_id: str, ttl: float, holder: str | None = None, lock_key: str | None = None
+    ) -> Claim:
         with self._changed:
             now = clock.now()
+            row = self._rows.get(lock_key or "")
+            if row is not None and row.expires <= now and row.request.claim_key == key:
+                self._end_claim_of(row)
             claim = self._claim(key, task_id, ttl, holder, now)
             return Claim(
                 key=key,
@@ -271,6 +278,11 @@ class MemoryStore:
     def unclaim(self, key: str, *, task_id: str) -> bool:
         with self._changed:
             return self._unclaim(key, task_id)
+
+    def _end_claim_of(self, row: _Row) -> None:
+        """Its holder is dead, and so is the work that it claimed."""
+        if row.request.claim_key is not None and row.request.claim_ttl is not None and row.task_id is not None:
+            self._unclaim(row.request.claim_key, row.task_id)
 
     def _unclaim(self, key: str, task_id: str) -> bool:
         claim = self._claims.get(key)

@@ -45,7 +45,7 @@ _CALLS = {
     "list": "SELECT * FROM {}syncguard_list(%s, %s)",
     "prune": "SELECT locks, completions, claims, deaths, counters FROM {}syncguard_prune(%s, %s)",
     "wait": "SELECT {}syncguard_wait(%s, %s)",
-    "claim": "SELECT * FROM {}syncguard_claim(%s, %s, %s, %s)",
+    "claim": "SELECT * FROM {}syncguard_claim(%s, %s, %s, %s, %s)",
     "confirm": "SELECT {}syncguard_confirm(%s, %s, %s)",
     "unclaim": "SELECT {}syncguard_unclaim(%s, %s)",
     "fenced": "SELECT {}syncguard_fenced(%s, %s, %s)",
@@ -214,8 +214,12 @@ class PostgresStore:
 
     # Claims
 
-    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None) -> Claim:
-        outcome, now_ms, owner, owner_holder, claimed, expires = self._one("claim", (key, task_id, _ms(ttl), holder))
+    def claim(
+        self, key: str, *, task_id: str, ttl: float, holder: str | None = None, lock_key: str | None = None
+    ) -> Claim:
+        outcome, now_ms, owner, owner_holder, claimed, expires = self._one(
+            "claim", (key, task_id, _ms(ttl), holder, lock_key)
+        )
         return Claim(
             key=key,
             task_id=owner,

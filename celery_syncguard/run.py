@@ -114,7 +114,10 @@ class Run:
 
     @property
     def attempt(self) -> int:
-        return self.request.retries or 0
+        """Which of the task's attempts this is. What a body put in its own place (`self.replace`) keeps the task's id,
+        and comes after all attempts of that."""
+        replaced = getattr(self.request, "replaced_task_nesting", 0) or 0
+        return int(replaced) * 1_000_000 + (self.request.retries or 0)
 
     def _acquire(self, key: str) -> Acquire:
         claim_key = self.header.get("claim")
@@ -161,6 +164,7 @@ class Run:
             if isinstance(answer, Done):
                 return self._answer(answer)
             if isinstance(answer, Dead):
+                self._end_claim(self.header.get("claim"))
                 raise TooManyDeaths(
                     f"{self.task.name}[{self.request.id}] is not started again: its process died {answer.deaths} times "
                     f"while it held {key!r} (lock_max_deaths)",
@@ -183,6 +187,7 @@ class Run:
         self.lease = lease
         self.request.__dict__[RUN] = self
         _running.push(self)
+        self._keep_claim()
         failure: BaseException | None = None
         try:
             try:
@@ -237,7 +242,7 @@ class Run:
         # A process that is being ended: whether the message comes again is for the main process to know.
         again = again or self._will_autoretry(failure) or (failure is not None and not isinstance(failure, Exception))
         claim_key = None
-        if self.options.dedup_until != "ttl" and not again:
+        if self.options.dedup_until != "ttl" and not (again and self._keeps_claim(failure)):
             claim_key = self.header.get("claim")
         if lease is None:
             self._end_claim(claim_key)
@@ -268,7 +273,7 @@ class Run:
             return False
         limit = (getattr(task, "retry_kwargs", None) or {}).get("max_retries", task.max_retries)
         limit = getattr(task, "override_max_retries", limit)
-        return limit is None or self.attempt < limit
+        return limit is None or (self.request.retries or 0) < limit
 
     def _run_claimed(self, body: Callable[[], Any]) -> Any:
         """A task with a dedup key and no lock."""
@@ -277,13 +282,37 @@ class Run:
             self.header.pop("claim", None)
         return self._run_body(body, None)
 
+    def _keep_claim(self) -> None:
+        """Its publisher may have died before it could confirm the claim. A lease's acquire has seen to it already."""
+        claim_key = self.header.get("claim")
+        until = self.options.dedup_until
+        if claim_key is not None and (until == "ttl" or (until == "done" and self.lease is None)):
+            self._confirmer.confirm(claim_key, task_id=self.request.id, ttl=self.options.dedup_ttl)
+
+    def _keeps_claim(self, failure: BaseException | None) -> bool:
+        """Whether the next attempt goes on under this claim. One with other arguments may have another."""
+        signature = failure.sig if isinstance(failure, Retry) else None
+        if signature is None:
+            return True
+        return bool(header_of(signature.options.get("headers")).get("claim") == self.header.get("claim"))
+
     def _end_claim(self, claim_key: str | None) -> None:
         if claim_key is None:
             return
+        self._confirmer.withdraw(claim_key, task_id=self.request.id)
         try:
             self._guard.store.unclaim(claim_key, task_id=self.request.id)
         except SyncGuardError as exc:
-            logger.warning("could not end the claim %r, it ends by itself: %s", claim_key, exc)
+            logger.warning("could not end the claim %r, trying again in the background: %s", claim_key, exc)
+            self._end_claim_later(claim_key)
+
+    def _end_claim_later(self, claim_key: str | None) -> None:
+        if claim_key is not None:
+            self._confirmer.end(claim_key, task_id=self.request.id, ttl=self.options.dedup_ttl)
+
+    @property
+    def _confirmer(self) -> Any:
+        return binding.binding_for(self.task.app).confirmer
 
     # Not running
 
@@ -317,6 +346,7 @@ class Run:
             logger.warning("%s[%s] runs without its lock: %s", self.task.name, self.request.id, exc)
             return True
         if mode == "raise" or self.request.is_eager:
+            self._end_claim_later(self.header.get("claim"))
             raise exc
         logger.warning("%s[%s] not run, will come back: %s", self.task.name, self.request.id, exc)
         self._come_back(exc, hidden=False)
@@ -326,6 +356,7 @@ class Run:
         """An eager call that waits for a lock which its own caller holds would wait for ever."""
         for outer in _running.stack:
             if outer.lease is not None and outer.lease.key == key:
+                self._end_claim(self.header.get("claim"))
                 raise LockHeld(
                     f"{self.task.name}[{self.request.id}] would wait for itself: {key!r} is held by "
                     f"{outer.task.name}[{outer.request.id}], which is calling it; give the inner task another key, or "
@@ -341,6 +372,10 @@ class Run:
         who = f"{self.task.name}[{self.request.id}]"
         error = lock_held(held)
         own = held.task_id == self.request.id
+        if own and held.attempt is not None and held.attempt > self.attempt:
+            # The attempt that runs was published by this one, which is delivered once more.
+            logger.info("%s not run: a later attempt of it runs already", who)
+            raise Answered("a later attempt runs already")
         outcome = "copy" if own else self.options.lock_on_held
         delay = self._delay()
         signals.lock_held.send(

@@ -17,7 +17,7 @@ from celery.app.task import Context
 from celery.backends.base import Backend
 from kombu.utils.json import register_type
 
-__all__ = ["SKIPPED", "Skipped", "register", "settle"]
+__all__ = ["SKIPPED", "Skipped", "marker_for", "register", "settle"]
 
 SKIPPED = "SKIPPED"
 
@@ -48,10 +48,15 @@ def register() -> None:
         Backend.READY_STATES = states.READY_STATES
 
 
+def marker_for(backend: Any, skipped: Skipped) -> Any:
+    """The marker in the form that a result backend can store."""
+    return skipped if backend.serializer in ("json", "pickle") else skipped.as_dict()
+
+
 def settle(task: Any, request: Any, skipped: Skipped) -> None:
     """Store the outcome of a skipped task, for itself and for everything that waits for it."""
     backend = task.backend
-    marker: Any = skipped if backend.serializer in ("json", "pickle") else skipped.as_dict()
+    marker = marker_for(backend, skipped)
     backend.mark_as_done(request.id, marker, request, store_result=_wants_result(task, request), state=SKIPPED)
     # The steps behind it will never be sent. What would complete the chain is marked, however deep it lies.
     elements: deque[Any] = deque(request.chain or ())

@@ -107,17 +107,10 @@ class LockedTask(Task):  # type: ignore[misc]
             )
 
         if link is not None:
-            # Only looked at by dedup; handed on by `send`.
-            return dedup.publish(
-                self.app,
-                self.name,
-                task_options,
-                header,
-                call={**call, "link": link},
-                send=_without_link(send),
-                task=self,
-            )
-        return dedup.publish(self.app, self.name, task_options, header, call=call, send=send, task=self)
+            # Only looked at by dedup; `send` has its own.
+            call["link"] = link
+            send = _without_link(send)
+        return dedup.publish(self.app, self.name, task_options, header=header, call=call, send=send, task=self)
 
     def apply(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         """Run here and now, under the lock as in a worker. Takes our options too."""
@@ -134,19 +127,21 @@ class LockedTask(Task):  # type: ignore[misc]
     def signature_from_request(
         self, request: Any = None, args: Any = None, kwargs: Any = None, queue: Any = None, **options: Any
     ) -> Any:
-        """A retry with other arguments gets the keys of those."""
+        """A retry with other arguments gets the keys of those, and keeps its claim if that is the same."""
         request = self.request if request is None else request
         changed = (args is not None and list(args) != list(request.args or ())) or (
             kwargs is not None and dict(kwargs) != dict(request.kwargs or {})
         )
         if changed and "headers" not in options and request.headers:
-            headers = dict(request.headers)
-            headers[HEADER] = {
-                name: value
-                for name, value in header_of(headers).items()
-                if name not in ("key", "run", "claim", "claimed")
-            }
-            options["headers"] = headers
+            before = header_of(request.headers)
+            header = {name: value for name, value in before.items() if name not in ("key", "run", "claim", "claimed")}
+            # Computed now, so that the end of this attempt knows whether its claim goes on.
+            new_args = request.args if args is None else args
+            new_kwargs = request.kwargs if kwargs is None else kwargs
+            self.plan().complete(self, header, tuple(new_args or ()), dict(new_kwargs or {}), {})
+            if header.get("claim") == before.get("claim") and before.get("claimed"):
+                header["claimed"] = True
+            options["headers"] = {**request.headers, HEADER: header}
         return super().signature_from_request(request, args, kwargs, queue=queue, **options)
 
     # Running

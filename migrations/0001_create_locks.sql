@@ -40,6 +40,7 @@ ADD COLUMN holder TEXT,
 ADD COLUMN process TEXT,
 ADD COLUMN task_id TEXT,
 ADD COLUMN attempt INTEGER,
+ADD COLUMN claim_key TEXT,
 ADD COLUMN copies BOOLEAN,
 ADD COLUMN waiting_until_ms BIGINT;
 
@@ -185,10 +186,10 @@ BEGIN
       )
       INSERT INTO syncguard_locks AS l (
         key, lock_id, expires_at_ms, acquired_at_ms, fence, user_key,
-        holder_lock_id, holder, process, task_id, attempt
+        holder_lock_id, holder, process, task_id, attempt, claim_key
       )
       SELECT p_key, p_lock_id, t.now_ms + p_ttl_ms, t.now_ms, syncguard_fence_text(counter.fence), p_key,
-        p_lock_id, p_holder, p_process, p_task_id, p_attempt
+        p_lock_id, p_holder, p_process, p_task_id, p_attempt, CASE WHEN p_claim_ttl_ms IS NOT NULL THEN p_claim_key END
       FROM counter, LATERAL (SELECT syncguard_clock_ms() + 0 * counter.fence AS now_ms) t
       ON CONFLICT (key) DO NOTHING
       RETURNING l.* INTO v_row;
@@ -213,6 +214,10 @@ BEGIN
           INSERT INTO syncguard_deaths AS d (task_id, deaths, last_at_ms)
           VALUES (v_row.task_id, 1, now_ms)
           ON CONFLICT (task_id) DO UPDATE SET deaths = d.deaths + 1, last_at_ms = excluded.last_at_ms;
+          -- Whoever held it is dead, and so is the work that it claimed, unless this is its next delivery.
+          IF v_row.task_id IS DISTINCT FROM p_task_id THEN
+            DELETE FROM syncguard_claims c WHERE c.claim_key = v_row.claim_key AND c.task_id = v_row.task_id;
+          END IF;
         END IF;
         WITH counter AS (
           INSERT INTO syncguard_fence_counters AS c (fence_key, fence, key_debug)
@@ -224,7 +229,7 @@ BEGIN
         SET lock_id = p_lock_id, expires_at_ms = t.now_ms + p_ttl_ms, acquired_at_ms = t.now_ms,
           fence = syncguard_fence_text(counter.fence), user_key = p_key,
           holder_lock_id = p_lock_id, holder = p_holder, process = p_process, task_id = p_task_id,
-          attempt = p_attempt, copies = NULL, waiting_until_ms = NULL
+          attempt = p_attempt, claim_key = CASE WHEN p_claim_ttl_ms IS NOT NULL THEN p_claim_key END, copies = NULL, waiting_until_ms = NULL
         FROM counter, LATERAL (SELECT syncguard_clock_ms() + 0 * counter.fence AS now_ms) t
         WHERE l.key = p_key
         RETURNING l.* INTO v_row;
@@ -459,12 +464,14 @@ END
 $$;
 
 -- Claims p_claim_key for the task p_task_id. `outcome` is 'claimed' (also when the task owns it already) or
--- 'duplicate', with the owner's task id, holder and times; a duplicate writes nothing.
+-- 'duplicate', with the owner's task id, holder and times; a duplicate writes nothing. p_lock_key is the lock under which
+-- such work runs: if the owner's lease on it has expired, its worker is dead and its claim counts as over.
 CREATE FUNCTION syncguard_claim(
   p_claim_key TEXT,
   p_task_id TEXT,
   p_ttl_ms BIGINT,
   p_holder TEXT DEFAULT NULL,
+  p_lock_key TEXT DEFAULT NULL,
   OUT outcome TEXT,
   OUT now_ms BIGINT,
   OUT task_id TEXT,
@@ -484,6 +491,15 @@ BEGIN
     SELECT * INTO v_row FROM syncguard_claims c WHERE c.claim_key = p_claim_key;
     now_ms := syncguard_clock_ms();
     IF FOUND AND v_row.expires_at_ms > now_ms AND v_row.task_id <> p_task_id THEN
+      IF p_lock_key IS NOT NULL THEN
+        PERFORM 1 FROM syncguard_locks l
+        WHERE l.key = p_lock_key AND l.holder_lock_id = l.lock_id AND l.expires_at_ms <= now_ms
+          AND l.task_id = v_row.task_id AND l.claim_key = p_claim_key;
+        IF FOUND THEN
+          DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = v_row.task_id;
+          CONTINUE;
+        END IF;
+      END IF;
       outcome := 'duplicate';
     ELSE
       INSERT INTO syncguard_claims AS c (claim_key, task_id, holder, claimed_at_ms, expires_at_ms)
