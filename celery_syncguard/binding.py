@@ -13,7 +13,7 @@ from typing import Any
 from celery import Celery
 from celery.signals import worker_init, worker_process_shutdown, worker_shutdown
 
-from celery_syncguard import signals, skipped
+from celery_syncguard import signals, skipped, stamps
 from celery_syncguard.config import Settings
 from celery_syncguard.confirmer import Confirmer
 from celery_syncguard.events import logger
@@ -116,22 +116,7 @@ def attach(app: Celery) -> None:
         return
     binding_for(app)
     skipped.register()
-    if app.finalized:
-        _configure(app)
-    else:
-        # Not now: an application's configuration may not be complete while its tasks are being declared.
-        app.on_after_finalize.connect(_on_finalized, weak=False)
-
-
-def _on_finalized(sender: Celery, **_: Any) -> None:
-    _configure(sender)
-
-
-def _configure(app: Celery) -> None:
-    if app.conf.get("syncguard_hlc"):
-        from celery_syncguard.stamps import install_stamps
-
-        install_stamps(app)
+    stamps.follow_setting(app)
 
 
 def attached() -> list[Binding]:

@@ -9,7 +9,7 @@ Invariants:
 - A message without a stamp, with a malformed one or with one from the far future runs like any other.
 - Publishing never fails because of a stamp.
 
-Not here: the clock itself (`hlc`), and when an application wants all this (`binding`).
+Not here: the clock itself (`hlc`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import weakref
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -25,7 +26,7 @@ from celery import signals
 from celery_syncguard.events import logger
 from celery_syncguard.hlc import HlcError, HybridLogicalClock
 
-__all__ = ["HEADER", "MAX_DRIFT", "clock_for", "install_stamps"]
+__all__ = ["HEADER", "MAX_DRIFT", "clock_for", "follow_setting", "install_stamps"]
 
 HEADER = "syncguard_hlc"
 # Seconds. Machines without NTP are hours off at worst, a stamp in the wrong unit or from a broken battery clock years.
@@ -55,15 +56,26 @@ def install_stamps(app: Any, clock: HybridLogicalClock | None = None) -> HybridL
     stamps = _stamps_of(app)
     if clock is not None:
         stamps.clock = clock
+    stamps.wanted = True
     stamps.connect()
     return stamps.clock
+
+
+def follow_setting(app: Any) -> None:
+    """As `install_stamps`, from the moment that the application's configuration says `syncguard_hlc = True`.
+
+    Reads the setting when a message is published or run, never earlier: asking an application for its configuration
+    makes it load it, and it may still be in the making.
+    """
+    _stamps_of(app).connect()
 
 
 class _Stamps:
     """An application's clock and its two signal handlers; lives in the application, so that it dies with it."""
 
     def __init__(self, app: Any) -> None:
-        self._app_id = id(app)
+        self._app = weakref.ref(app)
+        self.wanted = False
         self.clock = HybridLogicalClock(
             f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}", max_drift=MAX_DRIFT
         )
@@ -72,10 +84,16 @@ class _Stamps:
         signals.before_task_publish.connect(self._stamp)
         signals.task_prerun.connect(self._observe)
 
+    def _is_wanted(self) -> bool:
+        app = self._app()
+        if not self.wanted and app is not None and app.configured:
+            self.wanted = bool(app.conf.get("syncguard_hlc"))
+        return self.wanted
+
     def _stamp(self, headers: MutableMapping[str, Any] | None = None, **_: Any) -> None:
         # The signal does not say which application publishes. So every one in this process that is installed stamps,
         # each overtaking the one before: the message comes after all that any of them has stamped.
-        if headers is None:
+        if headers is None or not self._is_wanted():
             return
         earlier = headers.pop(HEADER, None)  # another application's, or a retry's own from its first sending
         try:
@@ -93,7 +111,7 @@ class _Stamps:
             return self.clock.now()
 
     def _observe(self, sender: Any = None, task_id: str | None = None, **_: Any) -> None:
-        if id(_real(sender.app)) != self._app_id:
+        if _real(sender.app) is not self._app() or not self._is_wanted():
             return
         request = sender.request
         stamp = request.get(HEADER) or (request.headers or {}).get(HEADER)
