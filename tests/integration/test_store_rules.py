@@ -1,0 +1,390 @@
+"""The rules of the SQL functions, each with the fault that shows when the rule is broken."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psycopg
+import pytest
+
+from celery_syncguard import SyncGuard, errors
+from celery_syncguard.key import new_lock_id
+from celery_syncguard.postgres import PostgresStore
+from celery_syncguard.store import Acquire, Grant, Held, Release, Renewal
+from celery_syncguard.testing import race_threads
+from tests.fixtures.polling import poll
+
+Connection = psycopg.Connection[Any]
+
+
+@pytest.fixture
+def store(pg_dsn: str) -> Iterator[PostgresStore]:
+    store = PostgresStore(pg_dsn, pool_size=5)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def session(pg_dsn: str) -> Iterator[Connection]:
+    """Somebody else's connection, in autocommit."""
+    with psycopg.connect(pg_dsn, autocommit=True) as connection:
+        yield connection
+
+
+def ask(store: PostgresStore, key: str = "k", *, ttl: float = 60.0, **extras: Any) -> Any:
+    return store.acquire(Acquire(key=key, lock_id=new_lock_id(), ttl=ttl, **extras))
+
+
+def grant(store: PostgresStore, key: str = "k", *, ttl: float = 60.0, **extras: Any) -> Grant:
+    answer = ask(store, key, ttl=ttl, **extras)
+    assert isinstance(answer, Grant)
+    return answer
+
+
+@pytest.fixture
+def background() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as executor:
+        yield executor
+
+
+def wait_until_blocked(session: Connection) -> None:
+    """Until some backend of this database waits for a lock."""
+
+    def blocked() -> bool:
+        # Asked on a connection of its own: a snapshot of the statistics lasts as long as the transaction.
+        with psycopg.connect(session.info.dsn, autocommit=True) as observer:
+            query = (
+                "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
+            )
+            return bool(observer.execute(query).fetchone()[0])  # type: ignore[index]
+
+    poll(blocked)
+
+
+def clock_ms(session: Connection) -> int:
+    row = session.execute("select (extract(epoch from clock_timestamp()) * 1000)::bigint").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+BLOCKERS = {
+    "advisory lock": "select pg_advisory_xact_lock(hashtext('k'))",
+    "counter row": "select 1 from syncguard_fence_counters where fence_key = 'fence:k' for update",
+}
+
+
+# Time
+
+
+def acquire_behind(
+    blocker: str, store: PostgresStore, session: Connection, background: ThreadPoolExecutor
+) -> tuple[Grant, int]:
+    """A grant that had to wait for half a second, and the server's clock in ms when the wait ended."""
+    store.release(Release(key="k", lock_id=grant(store).lock_id))  # the counter exists from now on
+    with session.transaction():
+        session.execute(BLOCKERS[blocker])  # type: ignore[call-overload]
+        answer = background.submit(ask, store, ttl=5.0)
+        wait_until_blocked(session)
+        session.execute("select pg_sleep(0.5)")
+        freed_at = clock_ms(session)
+    granted = answer.result(30)
+    assert isinstance(granted, Grant)
+    return granted, freed_at
+
+
+@pytest.mark.parametrize("blocker", BLOCKERS)
+def test_waiting_for_a_row_costs_nothing_of_the_ttl(
+    blocker: str, store: PostgresStore, session: Connection, background: ThreadPoolExecutor
+) -> None:
+    granted, freed_at = acquire_behind(blocker, store, session, background)
+    assert granted.acquired_at.timestamp() * 1000 >= freed_at - 1, "the ttl began before the wait was over"
+    assert (granted.expires_at - granted.acquired_at).total_seconds() == 5
+
+
+def test_with_the_time_of_the_transactions_start_it_would_cost_the_whole_wait(
+    store: PostgresStore, session: Connection, background: ThreadPoolExecutor
+) -> None:
+    """The negative control: the same wait with now()."""
+    session.execute(
+        "create or replace function syncguard_clock_ms() returns bigint language sql volatile"
+        " as $$ select (extract(epoch from now()) * 1000)::bigint $$"
+    )
+    granted, freed_at = acquire_behind("advisory lock", store, session, background)
+    assert granted.acquired_at.timestamp() * 1000 < freed_at - 400
+
+
+# Bounds
+
+
+@pytest.mark.parametrize("blocker", BLOCKERS)
+def test_whoever_waits_for_too_long_is_told_that_the_key_is_held(
+    blocker: str, store: PostgresStore, session: Connection
+) -> None:
+    store.release(Release(key="k", lock_id=grant(store).lock_id))
+    with session.transaction():
+        session.execute(BLOCKERS[blocker])  # type: ignore[call-overload]
+        before = clock_ms(session)
+        assert ask(store) == Held(key="k", lock_id=None, fence=None, since=0.0, remaining=0.0)
+        assert 1500 < clock_ms(session) - before < 20_000
+    assert isinstance(ask(store), Grant)
+
+
+def test_an_expired_row_in_use_is_held_without_waiting(store: PostgresStore, session: Connection) -> None:
+    old = grant(store, ttl=0.05)
+    poll(lambda: not store.locks("k"))
+    with session.transaction():
+        session.execute("select 1 from syncguard_locks where key = 'k' for key share")
+        answer = ask(store)
+        assert isinstance(answer, Held)
+        assert (answer.lock_id, answer.remaining) == (old.lock_id, 0.0)
+    assert isinstance(ask(store), Grant)
+
+
+@pytest.mark.parametrize(
+    ("strength", "answer"), [("for update", None), ("for no key update", None), ("for key share", True)]
+)
+def test_a_renewal_of_a_row_in_use_is_neither_renewed_nor_lost(
+    strength: str, answer: bool | None, store: PostgresStore, session: Connection
+) -> None:
+    lease, other = grant(store, ttl=5.0), grant(store, "other", ttl=5.0)
+    renewals = [Renewal(key=one.key, lock_id=one.lock_id, ttl=60.0) for one in (lease, other)]
+    with session.transaction():
+        session.execute(f"select 1 from syncguard_locks where key = 'k' {strength}".encode())
+        assert store.renew(renewals) == {lease.lock_id: answer, other.lock_id: True}
+    assert store.renew(renewals) == {lease.lock_id: True, other.lock_id: True}
+
+
+@pytest.mark.parametrize("call", ["release", "wait", "unclaim", "confirm", "release_process"])
+def test_every_other_wait_is_bounded_and_becomes_our_error(
+    call: str, store: PostgresStore, session: Connection
+) -> None:
+    lease = grant(store, process="p:1")
+    store.claim("c", task_id="t", ttl=60.0)
+    calls: dict[str, Any] = {
+        "release": lambda: store.release(Release(key="k", lock_id=lease.lock_id)),
+        "wait": lambda: store.wait("k", 0.1),
+        "unclaim": lambda: store.unclaim("c", task_id="t"),
+        "confirm": lambda: store.confirm([("c", "t", 900.0)]),
+        "release_process": lambda: store.release_process("p:1"),
+    }
+    with session.transaction():
+        session.execute("select 1 from syncguard_locks for update")
+        session.execute("select 1 from syncguard_claims for update")
+        with pytest.raises(errors.StoreUnavailable):
+            calls[call]()
+    calls[call]()
+
+
+# What it costs
+
+
+def wal_bytes(session: Connection, call: str) -> int:
+    row = session.execute(f"explain (analyze, wal, format json) select * from {call}".encode()).fetchone()
+    assert row is not None
+    plan = row[0] if isinstance(row[0], list) else json.loads(row[0])
+    return int(plan[0]["Plan"]["WAL Bytes"])
+
+
+def test_a_blocked_acquire_writes_nothing(store: PostgresStore, session: Connection) -> None:
+    grant(store, holder="me", task_id="t", attempt=0)
+    call = "syncguard_acquire('k', 'another-lock-id', 60000, 'you', 'p:1', 'other', 0)"
+    assert [wal_bytes(session, call) for _ in range(3)] == [0, 0, 0]
+    assert wal_bytes(session, "syncguard_acquire('free', 'another-lock-id', 60000)") > 0, "the control measures nothing"
+
+
+def test_a_duplicate_claim_writes_nothing(store: PostgresStore, session: Connection) -> None:
+    store.claim("c", task_id="t", ttl=60.0)
+    assert wal_bytes(session, "syncguard_claim('c', 'other', 60000)") == 0
+    assert wal_bytes(session, "syncguard_claim('new', 'other', 60000)") > 0, "the control measures nothing"
+
+
+@pytest.mark.parametrize(
+    ("call", "commit"),
+    [
+        ("syncguard_acquire('k2', 'l2', 60000)", "on"),
+        ("syncguard_renew(array['k'], array['l'], array[60000::bigint])", "on"),
+        ("syncguard_release('k', 'l')", "off"),
+        ("syncguard_release('k', 'l', p_run_key => 'run', p_run_ttl_ms => 60000)", "on"),
+        ("syncguard_claim('c', 't', 60000)", "on"),
+    ],
+)
+def test_only_a_release_without_a_completion_commits_without_waiting_for_the_disk(
+    call: str, commit: str, session: Connection
+) -> None:
+    session.execute("select * from syncguard_acquire('k', 'l', 60000)")
+    with session.transaction():
+        session.execute(f"select * from {call}".encode())
+        assert session.execute("show synchronous_commit").fetchone() == (commit,)
+    assert session.execute("show synchronous_commit").fetchone() == ("on",)
+
+
+def test_a_release_notifies_only_if_somebody_waits(store: PostgresStore, session: Connection) -> None:
+    session.execute("listen syncguard_released")
+    for key, waits in (("alone", False), ("awaited", True)):
+        lease = grant(store, key)
+        if waits:
+            assert session.execute("select syncguard_wait('awaited', 10000)").fetchone() == (True,)
+        store.release(Release(key=key, lock_id=lease.lock_id))
+    session.execute("notify syncguard_released, 'the end'")
+    heard = [one.payload for one in session.notifies(timeout=10, stop_after=2)]
+    assert heard == ["awaited", "the end"]
+
+
+def test_nothing_stays_locked_after_an_error_in_the_body(pg_dsn: str, session: Connection) -> None:
+    """case 32: no session-level lock exists that a failed unlock could leave behind."""
+    with SyncGuard(pg_dsn) as guard:
+        with pytest.raises(ZeroDivisionError), guard.hold("k"):
+            1 / 0
+        assert guard.locks() == []
+        locks = (
+            "select count(*) from pg_locks where locktype <> 'virtualxid' and pid <> pg_backend_pid()"
+            " and database = (select oid from pg_database where datname = current_database())"
+        )
+        assert session.execute(locks.encode()).fetchone() == (0,)
+
+
+# Fences
+
+
+def test_a_fence_is_computed_after_the_counter_is_ours(
+    store: PostgresStore, session: Connection, background: ThreadPoolExecutor
+) -> None:
+    """Another client bumps the counter while our acquire waits for it; the later grant has the higher fence."""
+    store.release(Release(key="k", lock_id=grant(store).lock_id))
+    with session.transaction():
+        row = session.execute(
+            "update syncguard_fence_counters set fence = fence + 100000 where fence_key = 'fence:k' returning fence"
+        ).fetchone()
+        answer = background.submit(ask, store)
+        wait_until_blocked(session)
+    assert row is not None
+    assert answer.result(30).fence > row[0]
+
+
+def test_a_fence_from_a_sequence_would_go_backwards(session: Connection, background: ThreadPoolExecutor) -> None:
+    """The negative control: evaluated before the wait for the row, whoever waits gets the lower number."""
+    session.execute("create sequence s")
+    session.execute("create table naive (key text primary key, fence bigint)")
+    upsert = (
+        "insert into naive values ('k', nextval('s'))"
+        " on conflict (key) do update set fence = excluded.fence returning fence"
+    )
+    session.execute(upsert)
+    with psycopg.connect(session.info.dsn, autocommit=True) as other:
+        with session.transaction():
+            session.execute("select 1 from naive for update")
+            answer = background.submit(lambda: other.execute(upsert).fetchone())
+            wait_until_blocked(session)
+            first = session.execute(upsert).fetchone()
+        second = answer.result(30)
+    assert first is not None
+    assert second is not None
+    assert second[0] < first[0]
+
+
+def test_fences_rise_after_a_failover_that_lost_commits(store: PostgresStore, session: Connection) -> None:
+    lease = grant(store)
+    # The standby that was promoted had not got these: neither the row nor the last ten thousand increments.
+    session.execute("delete from syncguard_locks")
+    session.execute("update syncguard_fence_counters set fence = fence - 10000")
+    counter = session.execute("select fence + 1 from syncguard_fence_counters").fetchone()
+    assert counter is not None
+    assert counter[0] < lease.fence, "the control: a plain counter repeats old fences"
+    assert grant(store).fence > lease.fence
+
+
+def test_fences_rise_faster_than_the_clock_if_they_must(store: PostgresStore, session: Connection) -> None:
+    session.execute("insert into syncguard_fence_counters values ('fence:k', 2000000000000)")
+    first = grant(store)
+    store.release(Release(key="k", lock_id=first.lock_id))
+    assert (first.fence, grant(store).fence) == (2_000_000_000_001, 2_000_000_000_002)
+
+
+def test_a_fence_has_fifteen_digits_and_a_counter_out_of_range_is_refused(
+    store: PostgresStore, session: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    grant(store)
+    row = session.execute("select fence, length(fence) from syncguard_locks").fetchone()
+    assert row is not None
+    assert row[1] == 15
+
+    session.execute("insert into syncguard_fence_counters values ('fence:high', 90000000000000)")
+    with caplog.at_level(logging.WARNING, logger="celery_syncguard"):
+        assert grant(store, "high").fence == 90_000_000_000_001
+    assert "'high'" in caplog.text
+
+    session.execute("insert into syncguard_fence_counters values ('fence:full', 900000000000000)")
+    with pytest.raises(errors.SyncGuardError, match="out of range") as caught:
+        ask(store, "full")
+    assert not isinstance(caught.value, errors.StoreUnavailable), "waiting does not cure it"
+    assert store.locks("full") == []
+
+
+def test_locks_and_fences_survive_the_sudden_death_of_the_server(private_pg: Any, private_dsn: str) -> None:
+    """No acquire that was answered is forgotten, and no fence is given twice."""
+    store = PostgresStore(private_dsn, timeout=20)
+    leases = [grant(store, f"k:{number}") for number in range(20)]
+    private_pg.kill()
+    private_pg.start()
+    assert {row.lock_id for row in store.locks()} == {lease.lock_id for lease in leases}
+    for lease in leases:
+        store.release(Release(key=lease.key, lock_id=lease.lock_id))
+        assert grant(store, lease.key).fence > lease.fence
+    store.close()
+
+
+# Races
+
+
+def test_two_names_with_one_advisory_number_are_two_locks(store: PostgresStore, session: Connection) -> None:
+    """case 75"""
+    row = session.execute(
+        "select min(k), max(k) from (select 'key:' || i as k from generate_series(1, 400000) i) t"
+        " group by hashtext(k) having count(*) > 1 limit 1"
+    ).fetchone()
+    assert row is not None
+    first, second = row
+    assert first != second
+    assert {grant(store, first).key, grant(store, second).key} == {first, second}
+    assert {one.key for one in store.locks()} == {first, second}
+    # And while the first one is being taken, the second has a bounded wait with an answer.
+    store.release(Release(key=second, lock_id=store.locks(second)[0].lock_id))
+    with session.transaction():
+        session.execute("select pg_advisory_xact_lock(hashtext(%s))", (first,))
+        assert isinstance(ask(store, second), Held)
+    assert isinstance(ask(store, second), Grant)
+
+
+def test_a_session_that_looked_before_another_wrote_does_not_win_too(
+    store: PostgresStore, session: Connection, background: ThreadPoolExecutor
+) -> None:
+    """case 28, case 26: both have seen a free key; the one that comes second is told so."""
+    with session.transaction():
+        session.execute("select * from syncguard_acquire('k', 'first-lock-id', 60000)")
+        assert store.locks("k") == [], "to everybody else the key still looks free"
+        answer = background.submit(ask, store)
+        wait_until_blocked(session)
+    held = answer.result(30)
+    assert isinstance(held, Held)
+    assert held.lock_id == "first-lock-id"
+
+
+@pytest.mark.parametrize("level", ["repeatable read", "serializable"])
+def test_a_stricter_default_isolation_changes_nothing(level: str, pg_dsn: str, session: Connection) -> None:
+    database = psycopg.conninfo.conninfo_to_dict(pg_dsn)["dbname"]
+    session.execute(f"alter database {database} set default_transaction_isolation = '{level}'".encode())
+    store = PostgresStore(pg_dsn, pool_size=9, timeout=20)
+    for answers in race_threads(store, threads=8, rounds=25):
+        assert sum(isinstance(answer, Grant) for answer in answers) == 1
+    fences = []
+    for _ in range(5):
+        lease = grant(store)
+        fences.append(lease.fence)
+        assert store.renew([Renewal(key="k", lock_id=lease.lock_id, ttl=60.0)]) == {lease.lock_id: True}
+        assert store.release(Release(key="k", lock_id=lease.lock_id))
+    assert fences == sorted(set(fences))
+    store.close()
