@@ -10,7 +10,7 @@ A slot is sent like this:
     connect to the broker   before anything is claimed: what a claim is followed by must be quick
     claim                   one statement, which proves the lease in the database
     look at the deadline    by the local clock, which counts the time that this process was frozen
-    publish                 with the slot's own task id; once, without retries inside
+    publish                 at once, with the slot's own task id; once, without retries inside
     mark as sent
 
 Whoever dies in between leaves a slot that is claimed and not marked; the next leader sends it, under the same id. SIGTERM
@@ -563,8 +563,6 @@ class _SlotSending:
         options, entry.options = entry.options, self._options(entry, slot)
         self._in_slot, self._problem = True, None
         try:
-            # The last look before the message leaves. Frozen since the claim, this process is not the leader any more.
-            self._lease.check()
             super().apply_entry(entry, producer=self.producer)  # type: ignore[misc]
         finally:
             self._in_slot = False
@@ -616,6 +614,9 @@ class _SlotSending:
     def _bearable(self, entry: Any, slot: Slot, problem: BaseException) -> bool:
         """Whether the slot is done with although its message was not published."""
         causes = list(_causes(problem))
+        for cause in causes:
+            if isinstance(cause, (LeaseLost, NoLease)):
+                raise cause
         if any(isinstance(cause, DuplicateTask) for cause in causes):
             logger.info("%r is a duplicate: %s", entry.name, next(c for c in causes if isinstance(c, DuplicateTask)))
             self._slots.sent(slot, term=int(self._lease.fence))
@@ -666,7 +667,16 @@ class _SlotSending:
     @cached_property
     def producer(self) -> Any:
         # Celery takes it for each entry, due or not: it connects only when something is sent.
-        return self.Producer(self.connection, auto_declare=False)
+        producer = self.Producer(self.connection, auto_declare=False)
+        publish, lease = producer.publish, self._lease
+
+        def publish_as_leader(*args: Any, **kwargs: Any) -> Any:
+            # The last look before the message leaves: whoever was frozen since the claim is not the leader any more.
+            lease.check()
+            return publish(*args, **kwargs)
+
+        producer.publish = publish_as_leader
+        return producer
 
 
 def _causes(exc: BaseException | None) -> Iterator[BaseException]:

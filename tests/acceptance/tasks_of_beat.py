@@ -16,7 +16,9 @@ SCHEDULE_VARIABLE = "SYNCGUARD_TEST_SCHEDULE"
 
 @app.task(bind=True)
 def note(self, name):
-    record("run", key=name, task_id=self.request.id, fence=self.request.syncguard_term, note=self.request.syncguard_due_at)
+    record(
+        "run", key=name, task_id=self.request.id, fence=self.request.syncguard_term, note=self.request.syncguard_due_at
+    )
 
 
 @app.task(bind=True)

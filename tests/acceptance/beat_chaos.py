@@ -1,0 +1,241 @@
+"""Chaos for beats: three of them, killed, frozen, stopped and cut off from their database at random.
+
+Every message is read straight from the queue, so what is counted is what was sent. Used by the acceptance test, and for
+longer by `scripts/beat-chaos`; with `plain=True` against beats without us, to show that the counting finds doubles.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+import threading
+import time
+from datetime import datetime, timedelta
+from signal import SIGTERM
+from typing import Any
+
+import kombu
+import psycopg
+
+from tests.fixtures.cluster import CeleryNode, CeleryTestSetup
+from tests.fixtures.polling import poll
+
+ENTRIES = {"fast": 1.0, "slow": 5.0}
+TTL = 3.0
+
+
+@dataclasses.dataclass
+class Message:
+    entry: str
+    task_id: str
+    at: float
+    due_at: datetime | None
+    term: int | None
+
+
+@dataclasses.dataclass
+class Report:
+    seconds: float
+    deeds: collections.Counter[str]
+    messages: int
+    two_ids: list[str]  # slots that were sent as two different tasks
+    copies: list[str]  # slots of which the same message was sent again, after a death between sending and marking
+    missed: list[str]
+    backwards: list[str]  # a message of an earlier term after one of a later term
+    terms: int
+    terms_in_order: bool
+    exits: list[str]  # processes that ended although nobody ended them
+    tracebacks: list[str]
+    longest_gap: float  # between two messages of the fast entry
+    doubles: int  # messages of one entry that came sooner than half its interval after another
+
+    def __str__(self) -> str:
+        deeds = ", ".join(f"{count} {deed}" for deed, count in sorted(self.deeds.items()))
+        return "\n".join(
+            [
+                f"{self.seconds:.0f} s of chaos: {deeds}",
+                f"messages                        {self.messages}",
+                f"slots sent as two tasks         {len(self.two_ids)} {self.two_ids[:5] or ''}",
+                f"slots sent again, the same task {len(self.copies)} {self.copies[:5] or ''}",
+                f"slots missed                    {len(self.missed)} {self.missed[:5] or ''}",
+                f"terms                           {self.terms}, strictly increasing: {self.terms_in_order}",
+                f"messages of an older term       {len(self.backwards)} {self.backwards[:5] or ''}",
+                f"exits not caused by us          {len(self.exits)} {self.exits or ''}",
+                f"tracebacks                      {len(self.tracebacks)}",
+                f"longest time without a send     {self.longest_gap:.1f} s (ttl {TTL:g} s)",
+                f"messages too close together     {self.doubles}",
+            ]
+        )
+
+
+class Chaos:
+    """One run. `pg` is a server that may be restarted, or None to leave the database alone."""
+
+    def __init__(self, setup: CeleryTestSetup, *, pg: Any, dsn: str, beats: int = 3, plain: bool = False) -> None:
+        self.setup = setup
+        self.pg = pg
+        self.dsn = dsn
+        self.plain = plain
+        self.beats = beats
+        self.messages: list[Message] = []
+        self.deeds: collections.Counter[str] = collections.Counter()
+        self.exits: list[str] = []
+        self._reading = threading.Event()
+        self._done = threading.Event()
+
+    def run(self, seconds: float, *, seed: int = 0) -> Report:
+        chance = random.Random(seed)
+        reader = threading.Thread(target=self._read, daemon=True)
+        reader.start()
+        assert self._reading.wait(20)
+        try:
+            nodes = [self._start() for _ in range(self.beats)]
+            poll(lambda: self.messages, timeout=30)
+            started = time.monotonic()
+            while time.monotonic() < started + seconds:
+                self._misdeed(chance, nodes)
+                self._look(nodes)
+            self._calm_down(nodes)
+            spent = time.monotonic() - started
+        finally:
+            self._done.set()
+            reader.join(10)
+        return self._judge(spent)
+
+    # What is done to them
+
+    def _start(self) -> CeleryNode:
+        return self.setup.start_beat(*(() if self.plain else ("-S", "syncguard")), wait=False)
+
+    def _misdeed(self, chance: random.Random, nodes: list[CeleryNode]) -> None:
+        choices = ["kill", "stop", "freeze"]
+        if self.pg is not None and not self.plain:
+            choices += ["terminate backends", "terminate backends", "restart the database", "crash the database"]
+        deed = chance.choice(choices)
+        node = chance.choice(nodes)
+        self.deeds[deed] += 1
+        if deed == "kill":
+            node.kill()
+            node.start(wait=False)
+        elif deed == "stop":
+            node.signal(SIGTERM)
+            node.wait_exit(timeout=20)
+            node.start(wait=False)
+        elif deed == "freeze":
+            node.freeze()
+            time.sleep(chance.uniform(0.5, 2 * TTL))
+            node.thaw()
+        elif deed == "terminate backends":
+            self.pg.terminate_backends(self.dsn.rpartition("/")[2])
+        else:
+            self.pg.restart(mode="fast" if deed.startswith("restart") else "immediate")
+        time.sleep(chance.uniform(0.5, 4.0))
+
+    def _look(self, nodes: list[CeleryNode]) -> None:
+        for node in nodes:
+            if not node.alive:
+                self.exits.append(f"{node.name}: {node.returncode}")
+                node.start(wait=False)
+
+    def _calm_down(self, nodes: list[CeleryNode]) -> None:
+        count = len(self.messages)
+        poll(lambda: len(self.messages) >= count + 2 * len(ENTRIES) + 3, timeout=60)
+        self._look(nodes)
+        for node in nodes:
+            node.signal(SIGTERM)
+        for node in nodes:
+            node.wait_exit(timeout=30)
+        count = -1
+        while count != len(self.messages):  # what was sent last is still on its way
+            count = len(self.messages)
+            time.sleep(0.5)
+
+    # What they send
+
+    def _read(self) -> None:
+        app = self.setup.app
+        with app.connection_for_read() as connection:
+            queue = app.amqp.queues[self.setup.broker.queue].bind(connection.default_channel)
+            queue.declare()
+            with kombu.Consumer(connection.default_channel, queues=[queue], callbacks=[self._note], accept=["json"]):
+                self._reading.set()
+                while not self._done.is_set():
+                    try:
+                        connection.drain_events(timeout=0.2)
+                    except TimeoutError:
+                        continue
+
+    def _note(self, body: Any, message: Any) -> None:
+        headers = message.headers
+        due_at = headers.get("syncguard_due_at")
+        self.messages.append(
+            Message(
+                entry=body[0][0],
+                task_id=headers["id"],
+                at=time.monotonic(),
+                due_at=datetime.fromisoformat(due_at) if due_at else None,
+                term=headers.get("syncguard_term"),
+            )
+        )
+        message.ack()
+
+    # What became of it
+
+    def _judge(self, spent: float) -> Report:
+        ids: dict[tuple[str, datetime], list[str]] = {}
+        for message in self.messages:
+            if message.due_at is not None:
+                ids.setdefault((message.entry, message.due_at), []).append(message.task_id)
+        fast = [message.at for message in self.messages if message.entry == "fast"]
+        logs = {node.name: node.logs(all_runs=True) for node in self.setup.beat_cluster}
+        terms = [] if self.plain else self._terms()
+        return Report(
+            seconds=spent,
+            deeds=self.deeds,
+            messages=len(self.messages),
+            two_ids=[_name(slot) for slot, found in ids.items() if len(set(found)) > 1],
+            copies=[_name(slot) for slot, found in ids.items() if len(found) > len(set(found))],
+            missed=self._missed(set(ids)),
+            backwards=[
+                f"{after.entry} term {after.term} after {before.term}"
+                for before, after in zip(self.messages, self.messages[1:])
+                if before.term is not None and after.term is not None and after.term < before.term
+            ],
+            terms=len(terms),
+            terms_in_order=all(before < after for before, after in zip(terms, terms[1:])),
+            exits=self.exits,
+            tracebacks=[name for name, text in logs.items() if "Traceback" in text],
+            longest_gap=max((after - before for before, after in zip(fast, fast[1:])), default=0.0),
+            doubles=sum(
+                after.at - before.at < ENTRIES[entry] / 2
+                for entry in ENTRIES
+                for before, after in zip(self._of(entry), self._of(entry)[1:])
+            ),
+        )
+
+    def _of(self, entry: str) -> list[Message]:
+        return [message for message in self.messages if message.entry == entry]
+
+    def _missed(self, sent: set[tuple[str, datetime]]) -> list[str]:
+        missed = []
+        for entry, every in ENTRIES.items():
+            instants = sorted(due_at for name, due_at in sent if name == entry)
+            if not instants:
+                continue
+            due_at, step = instants[0], timedelta(seconds=every)
+            while due_at < instants[-1]:
+                if (entry, due_at) not in sent:
+                    missed.append(_name((entry, due_at)))
+                due_at += step
+        return missed
+
+    def _terms(self) -> list[int]:
+        """In the order in which they began, by the database's clock."""
+        with psycopg.connect(self.dsn) as connection:
+            rows = connection.execute("select term from syncguard_beat_terms order by elected_at").fetchall()
+        return [row[0] for row in rows]
+
+
+def _name(slot: tuple[str, datetime]) -> str:
+    return f"{slot[0]} {slot[1].time().isoformat(timespec='seconds')}"

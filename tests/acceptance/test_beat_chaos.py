@@ -1,0 +1,45 @@
+"""Whatever happens to the beats and to their database, a slot is sent, and sent as one task."""
+
+import json
+
+import pytest
+
+from tests.acceptance.beat_chaos import ENTRIES, TTL, Chaos
+from tests.acceptance.tasks_of_beat import SCHEDULE_VARIABLE
+
+MODULE = "tests.acceptance.tasks_of_beat"
+ENVIRONMENT = {SCHEDULE_VARIABLE: json.dumps(ENTRIES)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_no_slot_is_missed_or_sent_as_two_tasks_whatever_happens(celery_setup, broker, private_pg, private_dsn):
+    """case 62, case 52: kills, freezes, stops, database restarts and terminated backends, under "all"."""
+    setup = celery_setup(
+        MODULE,
+        dsn=private_dsn,
+        conf={"syncguard_leader_ttl": TTL, "syncguard_catch_up": "all"},
+        environment=ENVIRONMENT,
+    )
+    report = Chaos(setup, pg=private_pg, dsn=private_dsn).run(45, seed=broker.kind == "redis")
+    print(report)
+    assert report.two_ids == []
+    assert report.missed == []
+    assert report.exits == []
+    assert report.tracebacks == []
+    assert report.terms > 1
+    assert report.terms_in_order
+    # A copy of the same task needs a death in the instant between publishing and marking; `run_once` answers it.
+    assert len(report.copies) <= sum(report.deeds.values()) / 5
+    assert report.longest_gap < 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_beats_without_a_leader_send_everything_several_times(celery_setup, broker, pg_dsn):
+    """The negative control: the same chaos finds the doubles of plain beats."""
+    setup = celery_setup(MODULE, environment=ENVIRONMENT)
+    report = Chaos(setup, pg=None, dsn=pg_dsn, plain=True).run(8)
+    print(report)
+    assert report.doubles > report.messages / 3
