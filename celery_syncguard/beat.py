@@ -31,6 +31,7 @@ import heapq
 import os
 import random
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -184,6 +185,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
                 self._guard,
                 key,
                 ttl=self._settings.leader_ttl,
+                holder=f"celery beat on {socket.gethostname()} pid {os.getpid()}",
                 on_elected=lambda lease: signals.leader_elected.send(sender=key, term=lease.fence),
                 on_lost=lambda lease: signals.leader_lost.send(sender=key, term=lease.fence),
             )

@@ -21,6 +21,7 @@ Not here: what a leader does (`beat`), and the lease itself (`lease`, `renewer`)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import threading
@@ -35,7 +36,7 @@ from celery_syncguard.key import RESERVED_PREFIX, Fence, new_lock_id, normalize_
 from celery_syncguard.lease import Lease, ttl_seconds
 from celery_syncguard.loop import Loop
 from celery_syncguard.process import default_holder, process_id
-from celery_syncguard.store import Acquire, Held
+from celery_syncguard.store import Acquire, Held, Release
 
 if TYPE_CHECKING:
     from celery_syncguard.guard import SyncGuard
@@ -305,10 +306,12 @@ class Leadership:
             logger.warning(
                 "standby: this process no longer leads %r, term %d is lost: %s", self.key, lease.fence, reason
             )
+            # Its row may still be there, and would keep everybody waiting to its end.
+            with contextlib.suppress(SyncGuardError):
+                self._guard.store.release(Release(key=lease.key, lock_id=lease.lock_id))
         else:
             logger.info("%s: this process leads %r no more, term %d is over", reason, self.key, lease.fence)
-        # Also a lost lease: its row may still be there, and would keep everybody waiting to its end.
-        lease.release()
+            lease.release()
         self._call(self._on_lost, lease)
 
     def _noticed(self, _lease: Lease) -> None:

@@ -1,0 +1,207 @@
+"""The state machine of leadership, on the memory store: several contenders in one process."""
+
+import contextlib
+
+import pytest
+
+from celery_syncguard import SyncGuard, clock
+from celery_syncguard.config import Settings
+from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, LeaseLost, StoreUnavailable
+from celery_syncguard.leadership import Leadership, leader_lock_key
+from celery_syncguard.memory import MemoryStore
+from tests.fixtures.polling import poll
+
+
+class Flaky(MemoryStore):
+    """A store that can be made not to answer."""
+
+    down = False
+
+    def _answer(self):
+        if self.down:
+            raise StoreUnavailable("the database is away")
+
+    def acquire(self, request):
+        self._answer()
+        return super().acquire(request)
+
+    def renew(self, renewals):
+        self._answer()
+        return super().renew(renewals)
+
+    def release(self, release):
+        self._answer()
+        return super().release(release)
+
+
+@pytest.fixture
+def store():
+    return Flaky()
+
+
+@pytest.fixture
+def contender(store):
+    with contextlib.ExitStack() as stack:
+
+        def make(ttl=1.0, **options):
+            guard = SyncGuard(settings=Settings(dsn="memory://"), store=store)
+            stack.callback(guard.close)
+            leadership = Leadership(guard, "relay", ttl=ttl, **options)
+            stack.callback(leadership.stop)
+            return leadership
+
+        yield make
+
+
+def test_one_of_many_leads_and_the_others_know_who(contender):
+    crowd = [contender(holder=f"host {number}") for number in range(5)]
+    for one in crowd:
+        one.start()
+    poll(lambda: sum(one.leading for one in crowd) == 1 and sum(one.leader is not None for one in crowd) == 5)
+    (leader,) = [one for one in crowd if one.leading]
+    heard = {(one.leader.holder, int(one.leader.term)) for one in crowd}
+    assert heard == {(leader.lease.holder, int(leader.term))}
+    assert [one.leader.ours for one in crowd].count(True) == 1
+
+
+def test_without_a_common_key_all_of_them_lead(store, contender):
+    """The negative control."""
+    crowd = []
+    for number in range(3):
+        guard = SyncGuard(settings=Settings(dsn="memory://"), store=store)
+        crowd.append(Leadership(guard, f"relay {number}", ttl=1.0))
+        crowd[-1].start()
+    poll(lambda: all(one.leading for one in crowd))
+    for one in crowd:
+        one.stop()
+
+
+def test_a_stop_hands_over_at_once_and_the_term_is_higher(contender):
+    """case 55"""
+    first, second = contender(ttl=60), contender(ttl=60)
+    lease = first.elect(timeout=5)
+    second.start()
+    poll(lambda: second.leader is not None)
+    began = clock.now()
+    assert first.stop() is True
+    following = second.elect(timeout=5)
+    assert clock.now() - began < 2
+    assert following.fence > lease.fence
+    assert first.elect(timeout=0.2) is None, "who was stopped stands no more"
+
+
+def test_who_stepped_down_lets_another_lead(contender):
+    first, second = contender(ttl=5), contender(ttl=5)
+    first.elect(timeout=5)
+    second.start()
+    poll(lambda: second.leader is not None)
+    first.step_down()
+    assert second.elect(timeout=5)
+    assert not first.leading
+    second.step_down()
+    assert first.elect(timeout=10), "and stands by for the next term"
+
+
+def test_stepping_down_alone_is_followed_by_a_new_term(contender):
+    only = contender(ttl=1.0)
+    before = only.elect(timeout=5)
+    only.step_down()
+    assert only.lost(timeout=5)
+    after = only.elect(timeout=5)
+    assert after.fence > before.fence
+
+
+def test_a_leader_that_cannot_renew_stops_at_its_deadline_and_leads_again_later(store, contender):
+    """case 44, case 47: a lost lease is a state, not the end."""
+    told = []
+    only = contender(
+        ttl=1.0,
+        on_elected=lambda lease: told.append(("elected", int(lease.fence))),
+        on_lost=lambda lease: told.append(("lost", int(lease.fence))),
+    )
+    lease = only.elect(timeout=5)
+    store.down = True
+    assert only.lost(timeout=5)
+    with pytest.raises(LeaseLost):
+        lease.check()
+    assert only.term is None
+    assert not only.elect(timeout=0.5)
+    store.down = False
+    again = only.elect(timeout=10)
+    assert again.fence > lease.fence
+    poll(lambda: len(told) == 3)
+    assert told == [("elected", int(lease.fence)), ("lost", int(lease.fence)), ("elected", int(again.fence))]
+
+
+def test_healthy_is_whoever_hears_from_the_database(store, contender):
+    leader, standby = contender(ttl=2.0), contender(ttl=2.0)
+    assert not standby.healthy, "it has not asked yet"
+    leader.elect(timeout=5)
+    standby.start()
+    poll(lambda: standby.healthy)
+    assert leader.healthy
+    store.down = True
+    poll(lambda: not leader.healthy and leader.leading or not leader.leading, timeout=5)
+    poll(lambda: not standby.healthy, timeout=10)
+
+
+def test_a_deleted_row_ends_the_term(store, contender):
+    """case 54"""
+    only = contender(ttl=1.5)
+    before = only.elect(timeout=5)
+    with store._changed:
+        store._rows.clear()
+    assert only.lost(timeout=5)
+    assert only.elect(timeout=10).fence > before.fence
+
+
+def test_who_has_the_same_name_pid_and_process_id_is_still_somebody_else(contender):
+    """case 66: pid 1 on two hosts of one name. A machine cannot show it; the identity is what would be equal there."""
+    twins = [contender(holder="celery beat on web pid 1") for _ in range(2)]
+    for one in twins:
+        one.start()
+    poll(lambda: any(one.leading for one in twins))
+    poll(lambda: sum(one.leader is not None for one in twins) == 2)
+    assert sum(one.leading for one in twins) == 1
+
+
+def test_a_listener_that_fails_costs_nothing(contender, caplog):
+    def fail(lease):
+        raise LookupError("mine")
+
+    only = contender(ttl=5, on_elected=fail)
+    assert only.elect(timeout=5)
+    poll(lambda: "a listener of the leadership 'relay' failed" in caplog.text)
+    assert only.leading
+
+
+def test_a_deadline_that_passed_means_standby_before_anybody_says_so(contender, monkeypatch):
+    """case 45: a suspended machine wakes up with a lease that is over."""
+    only = contender(ttl=1.0)
+    lease = only.elect(timeout=5)
+    later = clock.now() + 10
+    monkeypatch.setattr(clock, "now", lambda: later)
+    assert not only.leading
+    assert only.term is None
+    with pytest.raises(LeaseLost):
+        lease.check()
+
+
+@pytest.mark.parametrize("ttl", [0, -1, float("nan"), 0.1, 1e9])
+def test_a_ttl_that_cannot_be_meant_is_refused(store, ttl):
+    guard = SyncGuard(settings=Settings(dsn="memory://"), store=store)
+    with pytest.raises(ImproperlyConfigured):
+        guard.leadership("relay", ttl=ttl)
+
+
+@pytest.mark.parametrize("key", ["", "__syncguard_leader:beat", "x" * 500, None, "a\0b"])
+def test_a_key_that_cannot_be_meant_is_refused(store, key):
+    guard = SyncGuard(settings=Settings(dsn="memory://"), store=store)
+    with pytest.raises(InvalidKey):
+        guard.leadership(key)
+
+
+def test_the_lock_behind_it_is_reserved(store):
+    guard = SyncGuard(settings=Settings(dsn="memory://"), store=store)
+    with pytest.raises(InvalidKey):
+        guard.try_acquire(leader_lock_key("beat"))

@@ -1,0 +1,161 @@
+"""Slots are the same instants on every machine, over both nights of a year on which the clock changes."""
+
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from celery import Celery
+from celery.schedules import crontab, schedule
+
+from celery_syncguard.timetable import MAX_MISSED, choose, describe, due_between, grid_start, next_due
+
+UTC = timezone.utc
+NIGHTS = {
+    "Europe/Paris": {"forward": datetime(2025, 3, 29, 12, tzinfo=UTC), "back": datetime(2025, 10, 25, 12, tzinfo=UTC)},
+    "US/Eastern": {"forward": datetime(2025, 3, 8, 16, tzinfo=UTC), "back": datetime(2025, 11, 1, 16, tzinfo=UTC)},
+}
+#: The local hour that does not exist, and the one that comes twice.
+MISSING = {"Europe/Paris": 2, "US/Eastern": 2}
+DOUBLE = {"Europe/Paris": 2, "US/Eastern": 1}
+
+
+def app_in(zone):
+    app = Celery()
+    app.conf.timezone = zone
+    return app
+
+
+def night(zone, which, **fields):
+    """The slots of the 24 hours around the change, as local time with offset."""
+    plan = crontab(app=app_in(zone), **fields)
+    start = NIGHTS[zone][which]
+    slots, more = due_between(plan, after=start, now=start + timedelta(hours=24))
+    assert not more
+    assert len(slots) == len(set(slots))
+    assert slots == sorted(slots)
+    return [slot.astimezone(plan.tz) for slot in slots]
+
+
+@pytest.mark.parametrize("zone", NIGHTS)
+def test_a_time_that_does_not_exist_is_due_when_it_would_have_come_without_the_change(zone):
+    """case 65"""
+    (slot,) = night(zone, "forward", hour=MISSING[zone], minute=30)
+    assert (slot.hour, slot.minute) == (MISSING[zone] + 1, 30)
+
+
+@pytest.mark.parametrize("zone", NIGHTS)
+def test_a_time_that_comes_twice_is_due_the_first_time_only(zone):
+    """case 65"""
+    (slot,) = night(zone, "back", hour=DOUBLE[zone], minute=30)
+    assert (slot.hour, slot.minute, slot.dst() != timedelta()) == (DOUBLE[zone], 30, True)
+
+
+@pytest.mark.parametrize("zone", NIGHTS)
+@pytest.mark.parametrize("which", ["forward", "back"])
+@pytest.mark.parametrize("minute,per_hour", [(15, 1), ("*/20", 3)])
+def test_an_entry_for_every_hour_follows_real_time(zone, which, minute, per_hour):
+    """case 65: neither skipped in autumn nor doubled."""
+    slots = night(zone, which, minute=minute)
+    assert len(slots) == 24 * per_hour
+    utc = [slot.astimezone(UTC) for slot in slots]
+    assert {after - before for before, after in zip(utc, utc[1:])} == {timedelta(minutes=60 // per_hour)}
+
+
+@pytest.mark.parametrize("zone", NIGHTS)
+@pytest.mark.parametrize("which", ["forward", "back"])
+@pytest.mark.parametrize("hour", range(10))
+def test_a_daily_entry_is_due_once_on_either_night(zone, which, hour):
+    """case 65"""
+    assert len(night(zone, which, hour=hour, minute=5)) == 1
+
+
+@pytest.mark.parametrize("zone", NIGHTS)
+@pytest.mark.parametrize("which", ["forward", "back"])
+def test_an_interval_is_elapsed_time_whatever_the_wall_clock_does(zone, which):
+    """case 65"""
+    plan = schedule(timedelta(hours=1), app=app_in(zone))
+    start = NIGHTS[zone][which]
+    slots, _ = due_between(plan, after=start, now=start + timedelta(hours=24))
+    assert slots == [start + timedelta(hours=number) for number in range(1, 25)]
+
+
+def test_walking_slot_by_slot_and_looking_back_find_the_same_slots():
+    """Also where a look back has to find its way without walking through all of them."""
+    plan = crontab(minute="*/7", hour="1-20/3", day_of_week="mon-fri", app=app_in("Europe/Paris"))
+    after = datetime(2025, 1, 1, tzinfo=UTC)
+    now = datetime(2025, 12, 1, 10, 3, tzinfo=UTC)
+    walked = []
+    due = next_due(plan, after)
+    while due <= now:
+        walked.append(due)
+        due = next_due(plan, due)
+    looked, more = due_between(plan, after=after, now=now)
+    assert more
+    assert looked == walked[-len(looked) :]
+    assert len(looked) >= MAX_MISSED
+
+
+def test_an_interval_that_was_forgotten_for_years_costs_no_walk():
+    plan = schedule(timedelta(seconds=1), app=Celery())
+    now = datetime(2025, 1, 1, tzinfo=UTC)
+    slots, more = due_between(plan, after=datetime(2015, 1, 1, tzinfo=UTC), now=now)
+    assert more
+    assert slots[-1] == now
+    assert len(slots) == MAX_MISSED
+
+
+@pytest.mark.parametrize("fields", [{"day_of_month": 29, "month_of_year": 2}, {"day_of_month": 31}, {"day_of_week": 0}])
+def test_rare_days_are_found(fields):
+    plan = crontab(minute=0, hour=0, app=Celery(), **fields)
+    due = next_due(plan, datetime(2025, 3, 1, tzinfo=UTC))
+    assert due > datetime(2025, 3, 1, tzinfo=UTC)
+    assert due.day in plan.day_of_month
+    assert due.isoweekday() % 7 in plan.day_of_week
+
+
+def test_a_solar_schedule_is_asked_for_its_instants():
+    """Its own class needs an astronomy package; what is asked of it is `remaining_estimate`, as of any foreign class."""
+
+    class Sunrise(schedule):
+        def remaining_estimate(self, last_run_at):
+            noon = last_run_at.replace(hour=6, minute=0, second=0, microsecond=0)
+            following = noon if noon > last_run_at else noon + timedelta(days=1)
+            return following - self.now()
+
+    plan = Sunrise(timedelta(days=1), app=Celery())
+    after = datetime(2025, 5, 1, 12, tzinfo=UTC)
+    slots, _ = due_between(plan, after=after, now=after + timedelta(days=3))
+    assert slots == [datetime(2025, 5, day, 6, tzinfo=UTC) for day in (2, 3, 4)]
+
+
+def test_choose_sends_one_or_none_or_all_of_what_was_missed():
+    """case 52"""
+    now = datetime(2025, 1, 1, tzinfo=UTC)
+    fresh = [now - timedelta(seconds=seconds) for seconds in (30, 20, 10)]
+    stale = [now - timedelta(hours=hours) for hours in (3, 2, 1)]
+    assert choose(fresh, now=now, rule="one") == fresh[-1:]
+    assert choose(stale, now=now, rule="one") == stale[-1:]
+    assert choose(fresh, now=now, rule="skip") == fresh[-1:]
+    assert choose(stale, now=now, rule="skip") == []
+    assert choose(stale, now=now, rule="all") == stale
+    many = [now - timedelta(seconds=number) for number in range(1000, 0, -1)]
+    assert choose(many, now=now, rule="all") == many[-64:]
+    assert [choose([], now=now, rule=rule) for rule in ("one", "skip", "all")] == [[], [], []]
+
+
+def test_a_changed_interval_keeps_its_grid_and_sends_nothing_of_the_past():
+    plan = schedule(timedelta(seconds=10), app=Celery())
+    last = datetime(2025, 1, 1, tzinfo=UTC)
+    changed = last + timedelta(seconds=3605)
+    start = grid_start(plan, last_due_at=last, since_at=changed)
+    assert next_due(plan, start) == last + timedelta(seconds=3610)
+    daily = crontab(minute=0, hour=0, app=Celery())
+    assert grid_start(daily, last_due_at=last, since_at=changed) == changed
+
+
+def test_the_text_of_a_schedule_is_the_same_in_every_process():
+    class Odd:
+        pass
+
+    assert describe(Odd()) == describe(Odd())
+    assert describe(schedule(timedelta(seconds=0.25))) != describe(schedule(timedelta(seconds=0.251)))
+    assert describe(crontab(minute=5, app=app_in("Europe/Paris"))) != describe(crontab(minute=5, app=app_in("UTC")))
