@@ -56,7 +56,7 @@ def syncguard(ctx: click.Context, /, dsn: str | None, schema: str | None, **_pre
     app = getattr(ctx.obj, "app", None)
     named = ctx.parent is not None and ctx.parent.params.get("app")
     # Without -A, Celery's default application reads a celeryconfig module; with --dsn there is no need for it.
-    set_target(ctx, Target(app=app if named or dsn is None else None, dsn=dsn, schema=schema))
+    set_target(ctx, Target(app=app if named or dsn is None else None, dsn=dsn, schema=schema, app_named=bool(named)))
 
 
 @click.group(name="celery-syncguard", cls=Commands, commands=syncguard.commands)
@@ -70,7 +70,7 @@ def main(ctx: click.Context, app: str | None, dsn: str | None, schema: str | Non
 
     The database is that of --app, of --dsn, or of SYNCGUARD_DSN in the environment.
     """
-    set_target(ctx, Target(app=app, dsn=dsn, schema=schema))
+    set_target(ctx, Target(app=app, dsn=dsn, schema=schema, app_named=app is not None))
 
 
 @syncguard.command()
@@ -110,7 +110,7 @@ def migrate(ctx: click.Context) -> None:
 def sql(ctx: click.Context, what: str | None, schema: str | None) -> None:
     """Print the SQL of all migrations, for teams that run their own.
 
-    Needs no application and no server. The output belongs into one transaction (`psql -1 -v ON_ERROR_STOP=1`, an Alembic
+    Needs no server, and an application only for its syncguard_schema. The output belongs into one transaction (`psql -1 -v ON_ERROR_STOP=1`, an Alembic
     or Django migration); it records what it applied, so that `migrate` and the workers accept it.
 
     \b
@@ -125,7 +125,12 @@ def sql(ctx: click.Context, what: str | None, schema: str | None) -> None:
         return
     from celery_syncguard.migrate import copyable_sql
 
-    click.echo(copyable_sql(schema=schema or target(ctx).schema), nl=False)
+    chosen = target(ctx)
+    if schema is None:
+        schema = chosen.schema
+    if schema is None and chosen.app_named:
+        schema = chosen.settings().schema
+    click.echo(copyable_sql(schema=schema), nl=False)
 
 
 @syncguard.command()
@@ -218,7 +223,9 @@ def _status(chosen: Target) -> dict[str, Any]:
 @json_option
 @click.pass_context
 def locks(ctx: click.Context, *, key: str | None, limit: int | None, json_wanted: bool) -> None:
-    """List the locks that are held now, oldest first, or the one on KEY.
+    """List the locks that are held now.
+
+    Oldest first; with KEY only the one on it.
 
     AGE is the time since the holder acquired; a lock that is renewed may be old and well. REMAINING is the time until it
     is free if its holder is dead. A lock with no holder was taken by another client of the same tables.
@@ -320,9 +327,9 @@ def prune(ctx: click.Context, *, older_than: float, counters: bool, json_wanted:
 @json_option
 @click.pass_context
 def doctor(ctx: click.Context, *, json_wanted: bool) -> None:
-    """Check everything that a worker needs; exit code 1 if something fails.
+    """Check everything that a worker needs.
 
-    Run it as the workers run: on their host, with their role. It changes nothing.
+    Run it as the workers run: on their host, with their role. It changes nothing. Exit code 1 if something fails.
     """
     from celery_syncguard.doctor import Check, examine
 
@@ -344,9 +351,10 @@ def doctor(ctx: click.Context, *, json_wanted: bool) -> None:
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, writable=True), help="Write the checks to FILE.")
 @click.pass_context
 def demo(ctx: click.Context, *, json_path: str | None) -> None:
-    """Show it at work: real servers, real workers, a kill, a freeze, and the checks of what happened.
+    """Show it at work, and check what happened.
 
-    Needs no application and no server of yours: pip install celery-syncguard[demo].
+    Real servers, real workers, a kill, a freeze, and a history that is checked at the end. Needs no application and no
+    server of yours: pip install celery-syncguard[demo].
     """
     try:
         run = import_module("celery_syncguard.demo").run

@@ -66,12 +66,14 @@ def fail(problem: object) -> NoReturn:
 class Target:
     """Which database a command is about. `dsn` and `schema` win over the settings of `app`.
 
-    `app` is a Celery application, the name of one that is loaded when it is needed, or None.
+    `app` is a Celery application, the name of one that is loaded when it is needed, or None; `app_named` tells whether the
+    user asked for it, or whether it is only Celery's default.
     """
 
     app: Any = None
     dsn: str | None = None
     schema: str | None = None
+    app_named: bool = False
 
     def settings(self) -> Settings:
         """The settings to work with, checked.

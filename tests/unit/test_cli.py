@@ -55,6 +55,15 @@ def test_the_sql_is_for_the_schema_that_was_named(arguments):
     assert run(*arguments).output == migrate.copyable_sql(schema='We"ird')
 
 
+def test_the_sql_is_for_the_schema_of_the_application_that_was_named(tmp_path, monkeypatch):
+    (tmp_path / "proj_of_sql.py").write_text(
+        "from celery import Celery\napp = Celery('proj', set_as_current=False)\napp.conf.syncguard_schema = 'theirs'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run("--app", "proj_of_sql", "sql").output == migrate.copyable_sql(schema="theirs")
+    assert run("--app", "proj_of_sql", "sql", "--schema", "ours").output == migrate.copyable_sql(schema="ours")
+
+
 @pytest.mark.parametrize("what", ["revisions", "revisions-rename"])
 def test_the_sql_of_revisions_is_the_revisions_modules(what):
     from celery_syncguard import revisions
