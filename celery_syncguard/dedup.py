@@ -34,7 +34,7 @@ from celery_syncguard.process import default_holder
 from celery_syncguard.skipped import SKIPPED, Skipped, marker_for
 from celery_syncguard.store import Claim
 
-__all__ = ["publish", "send_task"]
+__all__ = ["begun", "publish", "send_task"]
 
 #: The shortest life of a claim in seconds, however soon its message expires.
 _SHORTEST = 1.0
@@ -85,7 +85,7 @@ def publish(
             key, task_id=task_id, ttl=min(UNCONFIRMED_TTL, ttl), holder=holder, lock_key=header.get("key")
         )
     except SyncGuardError as exc:
-        if not _begun(call):
+        if not begun(call):
             raise
         logger.warning("%s[%s] is sent without its claim: %s", name, task_id, exc)
         return _sent_unclaimed(header, call, send)
@@ -122,7 +122,7 @@ def _duplicate(
     )
     continued = bool(call.get("chain") or call.get("link"))
     group, chord = _waiting(call)
-    if _begun(call) or chord or (group and continued):
+    if begun(call) or chord or (group and continued):
         logger.warning("%s; it is sent nevertheless, because others wait for its end", error)
         return _sent_unclaimed(header, call, send)
     if group:
@@ -152,7 +152,7 @@ def _waiting(call: Mapping[str, Any]) -> tuple[bool, bool]:
     )
 
 
-def _begun(call: Mapping[str, Any]) -> bool:
+def begun(call: Mapping[str, Any]) -> bool:
     """Whether a worker sends this on behalf of a task that has begun, not the body of that task because it wants to."""
     request = current_task.request if current_task else None
     if request is None or request.called_directly:

@@ -17,7 +17,7 @@ from celery.app.task import Context
 from celery.backends.base import Backend
 from kombu.utils.json import register_type
 
-__all__ = ["SKIPPED", "Skipped", "marker_for", "register", "settle"]
+__all__ = ["SKIPPED", "Skipped", "marker_for", "register", "settle", "wants_result"]
 
 SKIPPED = "SKIPPED"
 
@@ -57,7 +57,7 @@ def settle(task: Any, request: Any, skipped: Skipped) -> None:
     """Store the outcome of a skipped task, for itself and for everything that waits for it."""
     backend = task.backend
     marker = marker_for(backend, skipped)
-    backend.mark_as_done(request.id, marker, request, store_result=_wants_result(task, request), state=SKIPPED)
+    backend.mark_as_done(request.id, marker, request, store_result=wants_result(task, request), state=SKIPPED)
     # The steps behind it will never be sent. What would complete the chain is marked, however deep it lies.
     elements: deque[Any] = deque(request.chain or ())
     while elements:
@@ -73,12 +73,19 @@ def settle(task: Any, request: Any, skipped: Skipped) -> None:
             backend.on_chord_part_return(context, SKIPPED, marker)
         kind = element.get("subtask_type")
         inner = element.get("kwargs") or {}
-        if kind == "chord" and inner.get("body") is not None:
-            elements.append(inner["body"])
+        if kind == "chord":
+            elements.extend(_members(inner.get("header")))
+            elements.extend([inner["body"]] if inner.get("body") else ())
         elif kind in ("group", "chain"):
             elements.extend(inner.get("tasks") or ())
 
 
-def _wants_result(task: Any, request: Any) -> bool:
+def _members(header: Any) -> Any:
+    """The signatures of a chord's header, which is a group or a list."""
+    return (header.get("kwargs") or {}).get("tasks") or () if isinstance(header, dict) else header or ()
+
+
+def wants_result(task: Any, request: Any) -> bool:
+    """Whether anybody cares for the result of this call."""
     ignored = request.ignore_result if request.ignore_result is not None else task.ignore_result
     return not ignored

@@ -16,7 +16,7 @@ from celery.result import EagerResult
 from celery.states import SUCCESS
 
 from celery_syncguard import binding, dedup
-from celery_syncguard.errors import ImproperlyConfigured, NoLease
+from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, NoLease
 from celery_syncguard.key import Fence
 from celery_syncguard.lease import Lease
 from celery_syncguard.message import HEADER, header_of
@@ -40,6 +40,9 @@ class LockedTask(Task):  # type: ignore[misc]
     #: Required: a template such as "invoice:{invoice_id}", a callable (task, args, kwargs) -> str, or None for no lock.
     lock_key: ClassVar[Any] = ...
 
+    #: Whether STARTED is stored, as `track_started` and `task_track_started` say; `run.Run` does it.
+    reports_start: ClassVar[bool] = False
+
     _plan: ClassVar[Plan | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -55,6 +58,8 @@ class LockedTask(Task):  # type: ignore[misc]
         if cls.__dict__.get("abstract") or cls is LockedTask:
             return
         binding.attach(app)
+        cls.reports_start = cls.reports_start or bool(cls.track_started)
+        cls.track_started = False
         cls._plan = None
         # The default of lock_ttl is a setting, and settings may not be complete yet; all else is checked now.
         Plan.of_class(cls, lock_ttl=None)
@@ -96,10 +101,16 @@ class LockedTask(Task):  # type: ignore[misc]
         header = header_of(options.get("headers"))
         if args is not None and not isinstance(args, (list, tuple)):
             raise TypeError(f"task args must be a list or tuple, got {type(args).__name__}")
-        task_options = plan.complete(
-            self, header, tuple(args or ()), dict(kwargs or {}), overrides, serializer=options.get("serializer")
-        )
         call: dict[str, Any] = dict(options, task_id=task_id)
+        try:
+            task_options = plan.complete(
+                self, header, tuple(args or ()), dict(kwargs or {}), overrides, serializer=options.get("serializer")
+            )
+        except InvalidKey:
+            if not dedup.begun(call):
+                raise
+            # The parent has ended well: it is this task that fails, in the worker that gets it.
+            task_options = plan.options
 
         def send(**call: Any) -> Any:
             return Task.apply_async(

@@ -1,0 +1,169 @@
+"""Redelivery: one message delivered more than once is one body at a time, and none gets lost.
+
+A copy is told by task id and attempt, never by the broker's redelivered flag. Most tests make copies by publishing
+twice with one task id, which is what a consumer sees after a visibility timeout; two let the broker do it itself.
+"""
+
+import uuid
+from datetime import datetime, timedelta, timezone
+
+import pytest
+
+from tests.acceptance.test_retries import NOTHING, rows_left
+from tests.fixtures.polling import poll
+
+MODULE = "tests.acceptance.apps.locks_bodies"
+ANSWERED = "another delivery of this attempt ended"
+
+
+def all_logs(setup):
+    return "".join(worker.logs() for worker in setup.worker_cluster)
+
+
+def publish_copies(task, count, *args):
+    task_id = str(uuid.uuid4())
+    return [task.apply_async(args, task_id=task_id) for _ in range(count)][0]
+
+
+@pytest.mark.smoke
+def test_four_workers_that_get_the_same_message_four_times_run_one_body(celery_setup, broker, pg_dsn, history):
+    """case 14, case 20"""
+    setup = celery_setup(MODULE)
+    for _ in range(4):
+        setup.start_worker(pool="solo", concurrency=1, wait=False)
+    for worker in setup.worker_cluster:
+        worker.wait_ready()
+    result = publish_copies(setup.module.work_late, 4, "a", "go")
+    history.wait_for("start")
+    poll(lambda: all_logs(setup).count("it runs already") >= 6, timeout=30)
+    # Copies come back again and again, and say nothing about the state of what runs.
+    assert result.state == "STARTED"
+    setup.open_gate("go")
+    assert result.get(timeout=30) == "a"
+    poll(lambda: all_logs(setup).count(ANSWERED) == 3, timeout=30)
+    assert history.count("start") == history.count("end") == 1
+    assert result.state == "SUCCESS"
+    poll(lambda: rows_left(pg_dsn) == NOTHING)
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_without_a_lock_the_same_message_runs_beside_itself(celery_setup, broker, pg_dsn, history):
+    """The negative control of the tests here."""
+    setup = celery_setup(MODULE)
+    setup.start_worker(pool="threads", concurrency=4)
+    publish_copies(setup.module.plain_work, 4, "a", "go")
+    history.wait_for("start", count=4)
+    assert len(history.overlaps()) == 6
+    setup.open_gate("go")
+    history.wait_for("end", count=4)
+
+
+def test_a_copy_of_what_failed_does_not_run_it_again_nor_hide_its_failure(celery_setup, broker, pg_dsn, history):
+    setup = celery_setup(MODULE)
+    worker = setup.start_worker()
+    result = publish_copies(setup.module.fail, 2, "a", "go")
+    worker.wait_for_log("it runs already")
+    setup.open_gate("go")
+    worker.wait_for_log(ANSWERED)
+    with pytest.raises(LookupError):
+        result.get(timeout=30)
+    assert result.state == "FAILURE"
+    assert history.count("start") == 1
+
+
+def test_a_copy_of_an_earlier_attempt_neither_runs_nor_hides_the_later_one(celery_setup, broker, pg_dsn, history):
+    setup = celery_setup(MODULE)
+    worker = setup.start_worker(concurrency=3)
+    task_id = str(uuid.uuid4())
+    task = setup.module.work
+    result = task.apply_async(["a", "go"], task_id=task_id, retries=1)
+    history.wait_for("start")
+    task.apply_async(["a", "go"], task_id=task_id)
+    worker.wait_for_log("a later attempt")
+    assert result.state == "STARTED"
+    setup.open_gate("go")
+    assert result.get(timeout=30) == "a"
+    # Whatever is queued behind the copy was received after it.
+    assert task.delay("b").get(timeout=30) == "b"
+    assert [row.attempt for row in history.events("start", key="a")] == [1]
+
+
+def test_when_the_first_dies_with_its_worker_the_copy_runs(celery_setup, broker, pg_dsn, history):
+    """case 14, case 88. The message of the first is acknowledged: only the copy is left."""
+    setup = celery_setup(MODULE)
+    victim = setup.start_worker(concurrency=1)
+    result = publish_copies(setup.module.work_briefly_leased, 1, "a", "go")
+    (first,) = history.wait_for("start")
+    other = setup.start_worker(concurrency=1)
+    name = victim.command[victim.command.index("-n") + 1]
+    setup.app.control.cancel_consumer(broker.queue, destination=[name], reply=True)
+    setup.module.work_briefly_leased.apply_async(["a", "go"], task_id=result.id)
+    other.wait_for_log("it runs already")
+    victim.kill()
+    history.record("killed", note=str(first.pid))
+    setup.open_gate("go")
+    (_, second) = history.wait_for("start", count=2)
+    assert second.pid in other.children()
+    assert second.fence > first.fence
+    assert result.get(timeout=30) == "a"
+    assert history.overlaps() == []
+
+
+def test_what_is_done_is_answered_with_its_first_result(celery_setup, broker, pg_dsn, history):
+    """case 16. The copy arrives when everything about the first run is over."""
+    setup = celery_setup(MODULE)
+    worker = setup.start_worker()
+    task = setup.module.work_once
+    result = task.delay("a")
+    assert result.get(timeout=30) == "a"
+    task.apply_async(["a"], task_id=result.id)
+    worker.wait_for_log(r"was done by task")
+    assert task.delay("a").get(timeout=30) == "a"
+    assert result.get(timeout=30) == "a"
+    assert [row.task_id for row in history.events("start")].count(result.id) == 1
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+@pytest.mark.parametrize("task_name", ["work_late", "plain_work"])
+def test_a_body_longer_than_the_visibility_timeout_runs_once(celery_setup, broker, pg_dsn, history, task_name):
+    """case 14. The plain task is the negative control: it runs beside itself."""
+    setup = celery_setup(MODULE, conf={"broker_transport_options": {"visibility_timeout": 1}})
+    setup.start_worker(concurrency=1)
+    result = getattr(setup.module, task_name).delay("a", "go")
+    (first,) = history.wait_for("start")
+    poll(lambda: datetime.now(timezone.utc) - first.at > timedelta(seconds=1.5))
+    # A worker looks for what is overdue when it starts, and then not for a hundred seconds.
+    setup.start_worker(concurrency=1)
+    if task_name == "plain_work":
+        history.wait_for("start", count=2)
+        assert len(history.overlaps()) == 1
+        setup.open_gate("go")
+        return
+    poll(lambda: "it runs already" in all_logs(setup), timeout=60)
+    setup.open_gate("go")
+    assert result.get(timeout=30) == "a"
+    poll(lambda: ANSWERED in all_logs(setup), timeout=30)
+    assert history.count("start") == 1
+
+
+@pytest.mark.parametrize("private_broker", ["rabbitmq"], indirect=True)
+@pytest.mark.parametrize("task_name", ["work_late", "plain_work"])
+def test_a_restarted_broker_delivers_again_and_the_body_runs_once(
+    celery_setup, private_broker, pg_dsn, history, task_name
+):
+    """case 17. The plain task is the negative control: it runs beside itself."""
+    setup = celery_setup(MODULE, broker=private_broker)
+    worker = setup.start_worker(concurrency=2)
+    result = getattr(setup.module, task_name).delay("a", "go")
+    history.wait_for("start")
+    private_broker.server.restart()
+    if task_name == "plain_work":
+        history.wait_for("start", count=2, timeout=60)
+        assert len(history.overlaps()) == 1
+        setup.open_gate("go")
+        return
+    worker.wait_for_log("it runs already", timeout=60)
+    setup.open_gate("go")
+    assert result.get(timeout=30) == "a"
+    worker.wait_for_log(ANSWERED)
+    assert history.count("start") == 1
