@@ -189,7 +189,7 @@ def current_revision_for_update(conn: Any, owner_id: UUID | str) -> int | None:
         NotInTransaction: the connection is in autocommit and no transaction is open.
     """
     rows = _within(conn, "current_revision_for_update").rows(
-        # The lock that an allocation takes, and no stronger one: "for update" would stop pulls as well.
+        # The lock that an allocation takes, and no stronger one: foreign keys may be checked meanwhile.
         "select last_revision from sync_revisions where owner_id = %s::uuid for no key update",
         [_text(owner_id)],
     )
@@ -269,7 +269,7 @@ def purge_tombstones(
     if not age >= 0 or limit < 1:
         raise ValueError(f"older_than is seconds >= 0 and limit at least 1, not {older_than!r} and {limit!r}")
     name = sql.Identifier(*([table] if isinstance(table, str) else table)).as_string(None).replace("%", "%%")
-    rows = _within(conn, "purge_tombstones").rows(_PURGE.replace("{table}", name), [age, _PULL_LOCKS, limit, age])
+    rows = _within(conn, "purge_tombstones").rows(_PURGE.replace("{table}", name), [age, _PULL_LOCKS, limit])
     return PurgedBatch(
         rows=sum(int(count) for _, count, _ in rows),
         horizons={UUID(owner_id): int(horizon) for owner_id, _, horizon in rows},
@@ -287,12 +287,15 @@ _PULL = "select pg_advisory_xact_lock_shared(%s, hashtext(%s))"
 # The lock is tried row by row in the order of the inner select, until the limit is reached. So a batch locks no more
 # owners than it has rows, and an owner whose pull is open does not use the batch up.
 _PURGE = """
-with candidates as materialized (
+with cutoff as materialized (
+    select clock_timestamp() - make_interval(secs => %s) as deleted_before
+),
+candidates as materialized (
     select oldest.id
     from (
         select tombstones.id, tombstones.owner_id
         from {table} as tombstones
-        where tombstones.deleted_at < clock_timestamp() - make_interval(secs => %s)
+        where tombstones.deleted_at < (select cutoff.deleted_before from cutoff)
           and exists (select 1 from sync_revisions as counters where counters.owner_id = tombstones.owner_id)
         order by tombstones.deleted_at
         offset 0
@@ -304,7 +307,7 @@ locked as materialized (
     select tombstones.id
     from {table} as tombstones
     join candidates on candidates.id = tombstones.id
-    where tombstones.deleted_at < clock_timestamp() - make_interval(secs => %s)
+    where tombstones.deleted_at < (select cutoff.deleted_before from cutoff)
     for update of tombstones skip locked
 ),
 purged as (

@@ -28,7 +28,7 @@ app.conf.syncguard_hlc = True  # every message carries its sender's stamp, every
 NOTES = """
 create table notes (
     id uuid primary key,
-    owner_id uuid not null references sync_revisions (owner_id),
+    owner_id uuid not null,
     updated_at timestamptz not null default now(),
     deleted_at timestamptz,
     revision bigint not null,  -- when it came to be, for readers: per owner, in the order of the commits

@@ -26,7 +26,7 @@ comment on table sync_purge_horizons is
 --
 --     create table notes (
 --         id uuid primary key,
---         owner_id uuid not null references sync_revisions (owner_id),
+--         owner_id uuid not null,  -- references your own table of owners
 --         updated_at timestamptz not null default now(),
 --         deleted_at timestamptz,
 --         revision bigint not null,

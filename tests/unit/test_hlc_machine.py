@@ -16,7 +16,7 @@ from celery_syncguard.hlc import HlcError, HybridLogicalClock, Timestamp, compar
 
 NAMES = ("a", "b", "c")
 DRIFT_MS = 5000
-SETTINGS = settings(max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def defined(state: tuple[int, int], physical: int, remote: tuple[int, int] | None) -> tuple[int, int]:
