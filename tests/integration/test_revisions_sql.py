@@ -6,8 +6,10 @@ import uuid
 
 import psycopg
 import pytest
+from click.testing import CliRunner
 
 from celery_syncguard import revisions
+from celery_syncguard.cli import main
 
 
 def columns(connection, table):
@@ -120,3 +122,10 @@ def test_text_constants_are_the_files():
         revisions.copy_sql("locks")
     with pytest.raises(AttributeError):
         revisions.NOTHING_LIKE_IT
+
+
+@pytest.mark.parametrize("name", ["revisions", "revisions-rename"])
+def test_the_command_line_prints_the_same_and_needs_no_database(name, monkeypatch):
+    monkeypatch.delenv("SYNCGUARD_DSN", raising=False)
+    done = CliRunner().invoke(main, ["sql", name])
+    assert (done.exit_code, done.output) == (0, revisions.copy_sql(name))
