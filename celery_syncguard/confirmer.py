@@ -89,6 +89,8 @@ class Confirmer:
             with self._mutex:
                 self._pending = {**again, **self._pending}
                 self._flush_at = now + _AGAIN
+            # Whoever called: the thread may have seen nothing to do and gone to sleep.
+            self._loop.wake()
 
     def close(self) -> None:
         """Flush, and end the thread. May be repeated."""
