@@ -18,6 +18,7 @@ from tests.fixtures import servers
 
 NAMES = [one.name for one in migrate.migrations()]
 WEIRD = ['We"ird', "per%cent %s %(x)s", "sp ace", "UPPER", "quo'te", "back\\slash", "ünïcode", "select", "a.b", "$$"]
+WORST = [WEIRD[0], WEIRD[1], "back\\slash"]
 
 
 def catalog(dsn: str, schema: str) -> dict[str, list]:
@@ -138,7 +139,7 @@ def two_runners(dsn: str, *, rounds: int, naive: bool):
 
 
 def test_two_runners_at_once_apply_each_migration_once(empty_dsn):
-    rounds = 30
+    rounds = 20
     with two_runners(empty_dsn, rounds=rounds, naive=False) as results:
         answers = [results.get(timeout=60) for _ in range(2 * rounds)]
     assert [answer for answer in answers if isinstance(answer[1], str)] == []
@@ -151,9 +152,9 @@ def test_two_runners_at_once_apply_each_migration_once(empty_dsn):
 
 def test_without_taking_turns_two_runners_at_once_fail(empty_dsn):
     """The negative control of the test above."""
-    with two_runners(empty_dsn, rounds=30, naive=True) as results:
+    with two_runners(empty_dsn, rounds=20, naive=True) as results:
         answers = []
-        while len(answers) < 60:
+        while len(answers) < 40:
             try:
                 answers.append(results.get(timeout=20))
             except queue.Empty:  # a runner that failed may have left the other alone at the barrier
@@ -322,7 +323,7 @@ def test_the_sql_to_copy_makes_the_same_schema_as_migrate(empty_dsn, apply):
     migrate.migrate(empty_dsn, schema="reference")
     ours = catalog(empty_dsn, "reference")
     assert len(ours["functions"]) >= 12
-    for schema in [None, *WEIRD]:
+    for schema in [None, *(WEIRD if apply is by_psycopg else WORST)]:
         apply(empty_dsn, migrate.copyable_sql(schema=schema))
         with psycopg.connect(empty_dsn, autocommit=True) as conn:
             conn.execute("drop table if exists public.tool")
