@@ -128,18 +128,28 @@ class Pool:
             StoreUnavailable: none was to be had in time.
         """
         pool = self._pool or self._open()
-        try:
-            conn = pool.getconn(timeout=self._timeout)
-        except psycopg_pool.PoolTimeout as exc:
-            cause = self._last_error
-            detail = str(cause).strip() if cause is not None else "all connections of this process are in use"
-            raise StoreUnavailable(f"no connection to PostgreSQL within {self._timeout:g} s: {detail}") from exc
-        except psycopg_pool.PoolClosed as exc:
-            raise StoreUnavailable("this SyncGuard was closed") from exc
+        conn = self._borrow(pool)
         try:
             yield conn
         finally:
             pool.putconn(conn)
+
+    def _borrow(self, pool: psycopg_pool.ConnectionPool[Connection]) -> Connection:
+        give_up_at = clock.now() + self._timeout
+        while True:
+            left = give_up_at - clock.now()
+            try:
+                # Asked anew every second, because each request has the pool try to connect: its own attempts come
+                # more and more rarely, and a server that is back should be found at once.
+                return pool.getconn(timeout=max(0.0, min(left, 1.0)))
+            except psycopg_pool.PoolTimeout as exc:
+                if clock.now() < give_up_at:
+                    continue
+                cause = self._last_error
+                detail = str(cause).strip() if cause is not None else "all connections of this process are in use"
+                raise StoreUnavailable(f"no connection to PostgreSQL within {self._timeout:g} s: {detail}") from exc
+            except psycopg_pool.PoolClosed as exc:
+                raise StoreUnavailable("this SyncGuard was closed") from exc
 
     def _open(self) -> psycopg_pool.ConnectionPool[Connection]:
         with self._mutex:
@@ -170,7 +180,7 @@ class Pool:
                     max_size=self._size,
                     max_idle=MAX_IDLE,
                     num_workers=1,
-                    reconnect_timeout=self._timeout,
+                    reconnect_timeout=min(0.5, self._timeout),
                     name="syncguard",
                     open=True,
                 )

@@ -133,6 +133,7 @@ class Renewer:
     def _renew_due(self) -> float | None:
         now = clock.now()
         due: list[tuple[_Entry, Lease]] = []
+        any_due = False
         overdue: list[Lease] = []
         with self._mutex:
             for lock_id, entry in list(self._entries.items()):
@@ -143,11 +144,15 @@ class Renewer:
                 if lease.deadline <= now:
                     overdue.append(lease)
                     continue
-                # What is due soon goes along, so that leases which came at odd moments end up in one statement.
                 if entry.due_at <= now + lease.ttl / 12:
-                    # Re-scheduled before the work: whatever happens in it, there is a next time.
-                    entry.due_at = now + lease.ttl / 3 * random.uniform(0.8, 1.0)
                     due.append((entry, lease))
+                    any_due = any_due or entry.due_at <= now
+            # When one is due, what is due soon goes along, so that leases which came at odd moments end up in one
+            # statement. Until then nothing is: a loop that merely looks must not split them again.
+            due = due if any_due else []
+            for entry, lease in due:
+                # Re-scheduled before the work: whatever happens in it, there is a next time.
+                entry.due_at = now + lease.ttl / 3 * random.uniform(0.8, 1.0)
         for lease in overdue:
             lease.lose(_EXPIRED)
         if due:

@@ -364,11 +364,11 @@ def test_an_acquire_that_was_granted_without_anybody_hearing_does_not_block_for_
         poll(lambda: guard.inspect("k") is None)
 
 
-def test_late_releases_do_not_hold_up_renewals(pg_dsn: str, pg_proxy: Proxy) -> None:
-    with SyncGuard(pg_proxy.dsn(pg_dsn), timeout=0.5) as guard:
-        lost = losses(guard)
-        kept = acquire(guard, "kept", ttl=6)
-        leases = [acquire(guard, f"k:{number}", ttl=30) for number in range(20)]
+def test_late_releases_do_not_hold_up_renewals(pg_dsn: str, pg_proxy: Proxy, guard: SyncGuard) -> None:
+    with SyncGuard(pg_proxy.dsn(pg_dsn), timeout=0.5) as away:
+        lost = losses(away)
+        kept = acquire(away, "kept", ttl=6)
+        leases = [acquire(away, f"k:{number}", ttl=30) for number in range(20)]
         pg_proxy.refuse()
         threads = [threading.Thread(target=lease.release) for lease in leases]
         for thread in threads:
