@@ -64,6 +64,12 @@ class Migration:
         """The tables that it makes."""
         return tuple(re.findall(r"^CREATE TABLE (?:IF NOT EXISTS )?(\w+)", self.text, flags=re.MULTILINE))
 
+    @property
+    def indexes(self) -> tuple[str, ...]:
+        """The named indexes that it makes. Without the one on lock_id, a fenced transaction does not hold its lease."""
+        pattern = r"^CREATE (?:UNIQUE )?INDEX (?:IF NOT EXISTS )?(\w+)"
+        return tuple(re.findall(pattern, self.text, flags=re.MULTILINE))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchemaState:
@@ -182,7 +188,8 @@ def state(conn: Connection, *, schema: str | None = None) -> SchemaState:
                 for (name,) in conn.execute(
                     "SELECT p.proname FROM pg_catalog.pg_proc p WHERE p.pronamespace = "
                     "(SELECT oid FROM pg_catalog.pg_namespace WHERE nspname = %(schema)s) "
-                    "UNION ALL SELECT tablename FROM pg_catalog.pg_tables WHERE schemaname = %(schema)s",
+                    "UNION ALL SELECT tablename FROM pg_catalog.pg_tables WHERE schemaname = %(schema)s "
+                    "UNION ALL SELECT indexname FROM pg_catalog.pg_indexes WHERE schemaname = %(schema)s",
                     {"schema": found},
                 ).fetchall()
             }
@@ -197,7 +204,7 @@ def state(conn: Connection, *, schema: str | None = None) -> SchemaState:
             name
             for one in wanted
             if one.name in applied
-            for name in (*one.tables, *one.functions)
+            for name in (*one.tables, *one.indexes, *one.functions)
             if name not in objects
         ),
     )

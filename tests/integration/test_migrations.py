@@ -179,6 +179,7 @@ def test_an_edited_migration_is_noticed(pg_dsn):
     "damage, lost",
     [
         ("drop table syncguard_claims", "syncguard_claims"),
+        ("drop index idx_syncguard_locks_lock_id", "idx_syncguard_locks_lock_id"),
         ("drop function syncguard_release", "syncguard_release"),
         ("alter function syncguard_renew rename to elsewhere", "syncguard_renew"),
     ],
