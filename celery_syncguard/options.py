@@ -25,7 +25,7 @@ from celery_syncguard.errors import ImproperlyConfigured, InvalidKey
 from celery_syncguard.key import public_key
 from celery_syncguard.lease import seconds, ttl_seconds
 
-__all__ = ["OPTIONS", "KeySource", "TaskOptions", "Template"]
+__all__ = ["OPTIONS", "KeySource", "Parameters", "TaskOptions", "Template"]
 
 _YEAR = 366 * 86_400.0
 
@@ -196,9 +196,13 @@ class _KeyFormatter(string.Formatter):
 
 _formatter = _KeyFormatter()
 
+_PLAIN = frozenset({str, int})
+
 
 def plain(value: Any) -> Any:
     """A value in the form that JSON gives it, for the types that have one."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, enum.Enum):
         return plain(value.value)
     if isinstance(value, (dt.datetime, dt.date, dt.time)):
@@ -217,26 +221,31 @@ class Template:
 
     Arguments:
         text: a format string with the names of the signature's parameters, such as `"invoice:{invoice_id}"`.
-        signature: of the task's function, without self.
+        parameters: of the task's function, without self.
         what: the option's name, for messages.
 
     Raises:
         ImproperlyConfigured: a name that the signature lacks, or no valid format string.
     """
 
-    __slots__ = ("_names", "_signature", "_text", "_what")
+    __slots__ = ("_names", "_parameters", "_parts", "_text", "_what")
 
-    def __init__(self, text: str, signature: inspect.Signature, *, what: str) -> None:
+    def __init__(self, text: str, parameters: Parameters, *, what: str) -> None:
         self._text = text
-        self._signature = signature
+        self._parameters = parameters
         self._what = what
+        signature = parameters.signature
         if not text:
             raise ImproperlyConfigured(f"{what} is empty")
         open_ended = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
         try:
-            fields = [field for _, field, _, _ in _formatter.parse(text) if field is not None]
+            parsed = list(_formatter.parse(text))
         except ValueError as exc:
             raise ImproperlyConfigured(f"{what} {text!r} is not a format string: {exc}") from exc
+        fields = [field for _, field, _, _ in parsed if field is not None]
+        # Most templates only name arguments. Those are put together here, at a tenth of what the formatter costs.
+        simple = all(field.isidentifier() for field in fields) and not any(spec or how for _, _, spec, how in parsed)
+        self._parts = [(literal, field) for literal, field, _, _ in parsed] if simple else None
         self._names = [field.split(".")[0].split("[")[0] for field in fields]
         for name in self._names:
             if not name or name.isdigit():
@@ -254,28 +263,52 @@ class Template:
             InvalidKey: the arguments do not fit the signature, or lack what the template names.
         """
         if not self._names:
-            return public_key(_formatter.vformat(self._text, (), {}), what=self._what)
+            return public_key(self._format({}), what=self._what)
         try:
-            return public_key(_formatter.vformat(self._text, (), bind(self._signature, args, kwargs)), what=self._what)
+            return public_key(self._format(self._parameters.bind(args, kwargs)), what=self._what)
         except (LookupError, AttributeError, TypeError, ValueError) as exc:
             if isinstance(exc, InvalidKey):
                 raise
             raise InvalidKey(f"{self._what} {self._text!r} cannot be made from these arguments: {exc!r}") from exc
 
+    def _format(self, named: Mapping[str, Any]) -> str:
+        if self._parts is None:
+            return _formatter.vformat(self._text, (), named)
+        return "".join(
+            literal if name is None else literal + format(plain(named[name])) for literal, name in self._parts
+        )
 
-def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name, defaults applied, those of `**kwargs` among them.
 
-    Raises:
-        TypeError: they do not fit.
-    """
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    named = dict(bound.arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            named.update(named.pop(name))
-    return named
+class Parameters:
+    """The parameters of a task, which give arguments their names."""
+
+    __slots__ = ("_defaults", "_names", "_ordinary", "signature")
+
+    def __init__(self, signature: inspect.Signature) -> None:
+        self.signature = signature
+        parameters = signature.parameters.values()
+        self._ordinary = all(one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters)
+        self._names = tuple(signature.parameters)
+        self._defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments by name, defaults applied, those of `**kwargs` among them.
+
+        Raises:
+            TypeError: they do not fit.
+        """
+        if self._ordinary and len(args) <= len(self._names):
+            named = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
+            # They fit if none is missing, none is unknown and none is given twice. If not, `inspect` says what is wrong.
+            if named.keys() == set(self._names) and kwargs.keys().isdisjoint(self._names[: len(args)]):
+                return named
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        named = dict(bound.arguments)
+        for name, parameter in self.signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                named.update(named.pop(name))
+        return named
 
 
 def arguments_key(name: str, serializer: str, arguments: Mapping[str, Any]) -> str:

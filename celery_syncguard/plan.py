@@ -12,7 +12,7 @@ from typing import Any
 from celery_syncguard.config import DEFAULT_TTL
 from celery_syncguard.errors import InvalidKey
 from celery_syncguard.key import public_key
-from celery_syncguard.options import TaskOptions, Template, arguments_key, bind, portable
+from celery_syncguard.options import Parameters, TaskOptions, Template, arguments_key, portable
 
 __all__ = ["Plan"]
 
@@ -23,13 +23,13 @@ _ENTRIES = {"lock_key": "key", "dedup_key": "claim", "run_once": "run"}
 class Plan:
     """The options of one task class, with its templates parsed."""
 
-    __slots__ = ("_signature", "_templates", "options")
+    __slots__ = ("_parameters", "_templates", "options")
 
     def __init__(self, options: TaskOptions, signature: inspect.Signature) -> None:
         self.options = options
-        self._signature = signature
+        self._parameters = Parameters(signature)
         self._templates = {
-            name: Template(value, signature, what=name)
+            name: Template(value, self._parameters, what=name)
             for name in _ENTRIES
             if isinstance(value := getattr(options, name), str)
         }
@@ -56,9 +56,19 @@ class Plan:
             InvalidKey, ImproperlyConfigured: a key that cannot be made, an option that cannot be meant.
             TypeError: the arguments do not fit the task.
         """
-        if overrides:
-            header["options"] = {**header.get("options", {}), **portable(overrides)}
-        options = self.options.replace({**header.get("options", {}), **overrides})
+        options = self.options
+        if overrides or "options" in header:
+            carried = {**header.get("options", {}), **overrides}
+            options = options.replace(carried)
+            # A key is computed once, here: what it is made from goes no further.
+            rest = {
+                name: value
+                for name, value in portable(carried).items()
+                if not (name in _ENTRIES and isinstance(value, str))
+            }
+            header.pop("options", None)
+            if rest:
+                header["options"] = rest
         dumped: tuple[Sequence[Any], Mapping[str, Any]] | None = None
         for name, entry in _ENTRIES.items():
             source = getattr(options, name)
@@ -70,12 +80,6 @@ class Plan:
                 dump = getattr(task, "_dump_pydantic_arguments", None)
                 dumped = dump(args, kwargs) if dump is not None else (args, kwargs)
             header[entry] = self._key(task, name, source, *dumped, serializer=serializer)
-        # A key is computed once: what it was made from is not needed any more.
-        for name in _ENTRIES:
-            if isinstance(header.get("options", {}).get(name), str):
-                del header["options"][name]
-        if "options" in header and not header["options"]:
-            del header["options"]
         return options
 
     def _key(
@@ -90,11 +94,11 @@ class Plan:
     ) -> str:
         if source is True:
             serializer = serializer or task.serializer or task.app.conf.task_serializer
-            return arguments_key(task.name, serializer, bind(self._signature, args, kwargs))
+            return arguments_key(task.name, serializer, self._parameters.bind(args, kwargs))
         if isinstance(source, str):
             template = self._templates.get(name)
             if template is None or getattr(self.options, name) != source:
-                template = Template(source, self._signature, what=name)
+                template = Template(source, self._parameters, what=name)
             return template.render(args, kwargs)
         key = source(task, args, kwargs)
         if not isinstance(key, str):

@@ -7,6 +7,7 @@ and nobody else's.
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import socket
@@ -27,8 +28,13 @@ def process_id(pid: int | None = None) -> str:
 
 def default_holder() -> str:
     """Who holds, for people: program, host and pid."""
+    return _holder(os.getpid())
+
+
+@functools.lru_cache(maxsize=1)
+def _holder(pid: int) -> str:
     program = Path(sys.argv[0] if sys.argv and sys.argv[0] else "python").name
-    text = f"{program} on {socket.gethostname()} pid {os.getpid()}"
+    text = f"{program} on {socket.gethostname()} pid {pid}"
     # A file name may hold bytes that are no text.
     return text.encode("utf-8", "replace").decode()
 
