@@ -255,6 +255,23 @@ def test_a_frozen_process_knows_that_its_lease_is_lost_as_soon_as_it_wakes(pg_ds
         process.communicate()
 
 
+def test_a_killed_process_blocks_others_for_its_ttl_and_no_longer(pg_dsn: str, guard: SyncGuard) -> None:
+    """case 1"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SLEEPER, pg_dsn], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "held\n"
+        assert not isinstance(rival(guard), Grant)
+    finally:
+        process.kill()
+        process.communicate()
+    killed_at = clock.now()
+    poll(lambda: isinstance(rival(guard), Grant))
+    assert clock.now() - killed_at < 3.0
+
+
 _SLEEPER = """
 import sys
 from celery_syncguard import SyncGuard, LeaseLost

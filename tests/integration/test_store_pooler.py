@@ -1,0 +1,37 @@
+"""Locks behind pgbouncer in transaction mode, where sessions belong to nobody."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+
+from celery_syncguard import SyncGuard, errors
+from celery_syncguard.postgres import PostgresStore
+from celery_syncguard.store import Grant
+from celery_syncguard.testing import race_threads
+from tests.fixtures.polling import poll
+
+
+def test_exactly_one_wins_behind_a_pooler(pgbouncer_dsn: str) -> None:
+    store = PostgresStore(pgbouncer_dsn, pool_size=9)
+    for answers in race_threads(store, threads=8, rounds=50):
+        assert sum(isinstance(answer, Grant) for answer in answers) == 1
+    store.close()
+
+
+def test_a_lease_lives_is_proved_and_is_released_behind_a_pooler(pgbouncer_dsn: str, pg_dsn: str) -> None:
+    with SyncGuard(pgbouncer_dsn) as guard:
+        lease = guard.try_acquire("k", ttl=0.6)
+        assert lease is not None
+        deadline = lease.deadline
+        poll(lambda: lease.deadline > deadline + 0.5)
+        with psycopg.connect(pgbouncer_dsn, prepare_threshold=None) as connection, lease.transaction(connection):
+            connection.execute("select 1")
+        assert lease.release()
+        assert guard.locks() == []
+        with pytest.raises(errors.NoLease):
+            lease.check()
+    # Nothing of it stays on the pooled sessions.
+    with psycopg.connect(pg_dsn) as session:
+        row = session.execute("select count(*) from pg_locks where locktype = 'advisory'").fetchone()
+    assert row == (0,)

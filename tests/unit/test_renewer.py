@@ -1,0 +1,116 @@
+"""The renewer by itself, on the memory store: three answers, and when it asks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from celery_syncguard import Lease, SyncGuard
+from celery_syncguard.errors import StoreUnavailable
+from celery_syncguard.memory import MemoryStore
+from celery_syncguard.store import Renewal
+from celery_syncguard.testing import FakeClock
+from tests.fixtures.polling import poll
+
+
+class Moody(MemoryStore):
+    """Renews as the test says: `renewed`, `busy` or `unreachable`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mood = "renewed"
+        self.asked: list[list[Renewal]] = []
+
+    def renew(self, renewals: Sequence[Renewal]) -> dict[str, bool | None]:
+        self.asked.append(list(renewals))
+        if self.mood == "unreachable":
+            raise StoreUnavailable("no answer")
+        if self.mood == "busy":
+            return dict.fromkeys((one.lock_id for one in renewals), None)
+        return super().renew(renewals)
+
+
+@pytest.fixture
+def store() -> Moody:
+    return Moody()
+
+
+@pytest.fixture
+def guard(store: Moody) -> Iterator[SyncGuard]:
+    with SyncGuard("memory://", store=store) as guard:
+        yield guard
+
+
+def acquire(guard: SyncGuard, key: str = "k", *, ttl: float) -> Lease:
+    lease = guard.try_acquire(key, ttl=ttl)
+    assert lease is not None
+    return lease
+
+
+@pytest.mark.parametrize("mood", ["busy", "unreachable"])
+def test_without_an_answer_it_asks_again_and_the_deadline_stays(mood: str, guard: SyncGuard, store: Moody) -> None:
+    """case 23: one failed attempt loses nothing, and no number of them prolongs anything."""
+    store.mood = mood
+    lease = acquire(guard, ttl=1.5)
+    deadline = lease.deadline
+    poll(lambda: len(store.asked) >= 3)
+    assert lease.deadline == deadline
+    lease.check()
+    store.mood = "renewed"
+    poll(lambda: lease.deadline > deadline)
+    lease.check()
+
+
+@pytest.mark.parametrize("mood", ["busy", "unreachable"])
+def test_without_an_answer_until_the_deadline_the_lease_is_lost_once(mood: str, guard: SyncGuard, store: Moody) -> None:
+    store.mood = mood
+    lost: list[Lease] = []
+    guard.events.subscribe("lease_lost", lambda lease: lost.append(lease))
+    lease = acquire(guard, ttl=0.5)
+    poll(lambda: lost)
+    assert lost == [lease]
+    asked = len(store.asked)
+    assert asked < 30, "it asked in a loop"
+    store.mood = "renewed"
+    assert lease.lost
+    assert guard._renewer.count == 0
+
+
+def test_a_renewal_is_due_before_a_third_of_the_ttl_has_passed_and_not_long_before(
+    guard: SyncGuard, store: Moody
+) -> None:
+    with FakeClock() as time:
+        leases = [acquire(guard, f"k:{number}", ttl=30) for number in range(50)]
+        time.advance(5.3)  # the earliest is due at 8, and takes along what is due 2.5 s later
+        guard._renewer._renew_due()
+        assert store.asked == []
+        time.advance(4.8)
+        guard._renewer._renew_due()
+        assert sum(map(len, store.asked)) == len(leases)
+        assert len(store.asked) <= 2
+
+
+def test_a_listener_that_fails_does_not_hide_the_loss_from_the_others(guard: SyncGuard, store: Moody) -> None:
+    store.mood = "unreachable"
+    heard = threading.Event()
+
+    def fail(**_: Any) -> None:
+        raise ValueError("listener")
+
+    guard.events.subscribe("lease_lost", fail)
+    guard.events.subscribe("lease_lost", lambda lease: heard.set())
+    first, second = acquire(guard, "a", ttl=0.5), acquire(guard, "b", ttl=0.5)
+    assert heard.wait(10)
+    poll(lambda: first.lost_reason and second.lost_reason)
+
+
+def test_a_forked_renewer_knows_no_leases(guard: SyncGuard) -> None:
+    lease = acquire(guard, ttl=30)
+    assert guard._renewer.count == 1
+    guard._renewer.stop()
+    guard._renewer.forget()
+    assert guard._renewer.count == 0
+    assert lease.lock_id not in guard._renewer._entries
