@@ -138,7 +138,7 @@ def _check_worker(sender: Any = None, **_: Any) -> None:
     from celery_syncguard import worker
 
     if sender.app in _bindings:
-        worker.start(binding_for(sender.app))
+        worker.start(sender, binding_for(sender.app))
 
 
 @worker_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]

@@ -41,7 +41,7 @@ __all__ = ["GuardedRequest", "start", "stop"]
 _PATIENCE = 3600.0
 
 
-def start(binding: Any) -> None:
+def start(worker: Any, binding: Any) -> None:
     """Check settings, server and schema before the worker takes its first task.
 
     Raises:
@@ -53,7 +53,7 @@ def start(binding: Any) -> None:
         # Logging is not set up yet, and a handler's exceptions would be swallowed: only SystemExit gets through.
         sys.stderr.write(f"celery-syncguard: {exc}\n")
         raise SystemExit(78) from None  # EX_CONFIG
-    _undertaker.bind(binding)
+    _undertaker.bind(worker, binding)
 
 
 def check(binding: Any) -> None:
@@ -90,8 +90,7 @@ class GuardedRequest(Request):  # type: ignore[misc]
 
     def on_accepted(self, pid: int, time_accepted: float) -> None:
         super().on_accepted(pid, time_accepted)
-        if pid != os.getpid():
-            _undertaker.watch(pid)
+        _undertaker.watch(pid)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
         super().on_timeout(soft, timeout)
@@ -139,15 +138,19 @@ class _Undertaker:
         self._poll: Any = None
         self._wake_fds: tuple[int, int] | None = None
         self._loop = Loop("syncguard-undertaker", self._step)
+        self._worker: Any = None
         self._binding: Any = None
 
-    def bind(self, binding: Any) -> None:
+    def bind(self, worker: Any, binding: Any) -> None:
         self._reset()
+        self._worker = worker
         self._binding = binding
 
     def watch(self, pid: int) -> None:
         if pid in self._watched or self._binding is None or self._owner != os.getpid():
             return
+        if pid == self._owner or self._worker.pool_cls.is_green:
+            return  # no child; a pool of greenlets gives the number of one
         try:
             fd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
         except ProcessLookupError:
