@@ -1,0 +1,164 @@
+"""Bodies that hold a lock while the test freezes, interrupts, shuts down or starves their worker."""
+
+import hashlib
+import os
+import threading
+import time
+
+import psycopg
+
+from celery_syncguard import LeaseLost, LockedTask, SyncGuard, pool
+from tests.fixtures import gate
+from tests.fixtures.app import make_app
+from tests.fixtures.history import record, record_task
+
+app = make_app(__name__, task_acks_late=False, worker_proc_alive_timeout=30)
+
+if "SYNCGUARD_TEST_MAX_IDLE" in os.environ:
+    pool.MAX_IDLE = float(os.environ["SYNCGUARD_TEST_MAX_IDLE"])
+
+#: In the worker's main process, before it forks: a lease and an open connection, when the test asks for it.
+parent = None
+if "SYNCGUARD_TEST_PARENT_DSN" in os.environ and "worker" in os.environ.get("SYNCGUARD_TEST_NODE", ""):
+    parent = SyncGuard(os.environ["SYNCGUARD_TEST_PARENT_DSN"])
+    parent_lease = parent.try_acquire("parent", ttl=3)
+
+
+class Held(LockedTask):
+    abstract = True
+    lock_key = "{key}"
+    lock_ttl = 2
+    lock_retry_delay = (0.1, 0.3)
+
+
+def start(self, key):
+    """Record it, and say when that is over: what interrupts the recording is of no interest."""
+    record_task("start", self, key=key)
+    gate.open_gate(f"in-{key}")
+
+
+@app.task(base=Held, bind=True)
+def hold(self, key, gate_name):
+    """Wait at the gate, in many short sleeps."""
+    try:
+        start(self, key)
+        gate.wait_at(gate_name)
+    except LeaseLost as exc:
+        record_task("lost", self, key=key, note=exc.reason)
+        try_to_write(self, key)
+        raise
+    record_task("end", self, key=key)
+    return key
+
+
+def try_to_write(self, key):
+    with psycopg.connect(os.environ["SYNCGUARD_TEST_HISTORY_DSN"]) as conn:
+        try:
+            self.lease.fenced(conn)
+        except LeaseLost:
+            record_task("refused", self, key=key)
+        else:
+            record_task("written", self, key=key)
+
+
+@app.task(base=Held, bind=True, lock_on_lost="continue")
+def hold_on(self, key, gate_name):
+    """The same without our protection: told nothing, and does not ask."""
+    start(self, key)
+    gate.wait_at(gate_name)
+    record_task("end", self, key=key)
+
+
+@app.task(base=Held, bind=True)
+def sleep_long(self, key, seconds):
+    """One long sleep, which a signal has to break."""
+    try:
+        start(self, key)
+        time.sleep(seconds)
+    except LeaseLost:
+        record_task("lost", self, key=key)
+        raise
+    record_task("end", self, key=key)
+
+
+@app.task(base=Held, bind=True)
+def compute(self, key, seconds):
+    """One long C call, which nothing can break: the interrupt comes when it returns."""
+    started = time.monotonic()
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", 200_000)
+    rounds = int(200_000 * seconds / (time.monotonic() - started))
+    returned = False
+    try:
+        start(self, key)
+        hashlib.pbkdf2_hmac("sha256", b"x", b"y", rounds)
+        returned = True
+        time.sleep(0.001)  # under gevent the first moment at which the body gives way
+        for _ in range(100):
+            time.sleep(0.01)
+    except LeaseLost:
+        record_task("lost", self, key=key, note=str(returned))
+        try_to_write(self, key)
+        raise
+    record_task("end", self, key=key)
+
+
+@app.task(base=Held, bind=True, lock_ttl=30)
+def quick(self, key, fail=False, seconds=0.0):
+    if seconds:
+        record_task("start", self, key=key)
+        time.sleep(seconds)
+        record_task("end", self, key=key)
+    if fail:
+        raise ValueError(key)
+    return int(self.fence)
+
+
+@app.task(base=Held, bind=True, lock_ttl=30, lock_on_held="skip")
+def skipping(self, key):
+    return int(self.fence)
+
+
+@app.task(base=Held, bind=True, lock_ttl=30, lock_on_held="raise")
+def raising(self, key):
+    return int(self.fence)
+
+
+@app.task(base=Held, bind=True, dedup_key="{key}", run_once="once:{key}")
+def deduplicated(self, key, gate_name):
+    record_task("start", self, key=key)
+    gate.wait_at(gate_name)
+    record_task("end", self, key=key)
+    return key
+
+
+@app.task(base=Held, bind=True, lock_on_unavailable="raise")
+def raise_unavailable(self, key):
+    record_task("start", self, key=key)
+
+
+@app.task(base=Held, bind=True, lock_on_unavailable="run")
+def run_unavailable(self, key):
+    return "ran"
+
+
+@app.task(base=Held, bind=True, lock_on_unavailable="retry")
+def retry_unavailable(self, key):
+    return "ran"
+
+
+@app.task
+def plain(gate_name=None):
+    """Not one of ours."""
+    if gate_name:
+        record("start", key="plain")
+        gate.wait_at(gate_name)
+        record("end", key="plain")
+    return os.getpid()
+
+
+@app.task
+def facts():
+    """What this process has, after much work."""
+    with open("/proc/self/status") as status:
+        memory = next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+    return {"pid": os.getpid(), "threads": threading.active_count(), "memory": memory}
