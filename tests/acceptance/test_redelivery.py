@@ -22,7 +22,8 @@ def all_logs(setup):
 
 def publish_copies(task, count, *args):
     task_id = str(uuid.uuid4())
-    return [task.apply_async(args, task_id=task_id) for _ in range(count)][0]
+    results = [task.apply_async(args, task_id=task_id) for _ in range(count)]
+    return results[0]
 
 
 @pytest.mark.smoke

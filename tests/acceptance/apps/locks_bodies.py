@@ -7,6 +7,7 @@ import signal
 import time
 
 from celery import Task
+
 from celery_syncguard import LockedTask, worker
 from tests.fixtures import gate
 from tests.fixtures.app import make_app
@@ -164,8 +165,10 @@ def plain_sum(parts):
 # Deaths
 
 
-def _die(self, key, manner):
+def _die(self, key, manner, gate_name=None):
     record_task("start", self, key=key)
+    if gate_name:
+        gate.wait_at(gate_name)
     if manner == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif manner == "segfault":
@@ -198,11 +201,11 @@ def _exhaust_memory():
 
 
 @app.task(bind=True, **LOCKED)
-def die(self, key, manner):
-    _die(self, key, manner)
+def die(self, key, manner, gate_name=None):
+    _die(self, key, manner, gate_name)
 
 
-@app.task(bind=True, acks_late=True, reject_on_worker_lost=True, lock_max_deaths=3, **LOCKED)
+@app.task(bind=True, acks_late=True, reject_on_worker_lost=True, lock_max_deaths=2, **LOCKED)
 def die_again(self, key, manner):
     _die(self, key, manner)
 
