@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_syncguard import clock, fencing
 from celery_syncguard.config import Settings
-from celery_syncguard.errors import ImproperlyConfigured, LockHeld, NoLease, StoreUnavailable
+from celery_syncguard.errors import ImproperlyConfigured, LockHeld, NoLease, StoreUnavailable, SyncGuardError
 from celery_syncguard.events import Events, logger
 from celery_syncguard.key import new_lock_id, normalize_key, public_key
 from celery_syncguard.lease import Lease, seconds, ttl_seconds
@@ -219,9 +219,10 @@ class SyncGuard:
         sent_at = clock.now()
         try:
             answer = self.store.acquire(request)
-        except StoreUnavailable as exc:
-            if exc.sent:
-                # Perhaps granted, and nobody knows: do not let it block others for a whole ttl.
+        except BaseException as exc:
+            if not isinstance(exc, SyncGuardError) or (isinstance(exc, StoreUnavailable) and exc.sent):
+                # No answer, or a soft time limit in the middle of it. Perhaps granted, and nobody knows: do not let it
+                # block others for a whole ttl.
                 orphan = Release(key=request.key, lock_id=request.lock_id)
                 self._renewer.release_later(orphan, until=clock.now() + request.ttl)
             raise

@@ -117,7 +117,8 @@ class Run:
     @property
     def attempt(self) -> int:
         """Which of the task's attempts this is. What a body put in its own place (`self.replace`) keeps the task's id,
-        and comes after all attempts of that."""
+        and comes after all attempts of that.
+        """
         replaced = getattr(self.request, "replaced_task_nesting", 0) or 0
         return int(replaced) * 1_000_000 + (self.request.retries or 0)
 
@@ -162,6 +163,11 @@ class Run:
                 if self._without_store(exc):
                     return self._run_body(body, None)
                 continue
+            except Exception as exc:
+                # A soft time limit ends the wait and the task.
+                if not self._will_autoretry(exc):
+                    self._end_claim(self.header.get("claim"))
+                raise
             if isinstance(answer, Lease):
                 return self._run_body(body, answer)
             if isinstance(answer, Done):
@@ -227,7 +233,8 @@ class Run:
 
     def _report_start(self) -> None:
         """Store STARTED, in Celery's stead: it does so for every delivery, and a copy that is not run would hide the
-        outcome of the run that it is a copy of."""
+        outcome of the run that it is a copy of.
+        """
         request = self.request
         if self.task.reports_start and not request.is_eager and skipped.wants_result(self.task, request):
             facts = {"pid": os.getpid(), "hostname": request.hostname}

@@ -1,0 +1,92 @@
+"""Time limits, revoke, terminate, expires and purge: the lock and the claim end with the work, whatever ended it."""
+
+import pytest
+from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
+
+from celery_syncguard import SyncGuard
+from tests.acceptance.test_retries import NOTHING, rows_left
+from tests.fixtures.polling import poll
+
+MODULE = "tests.acceptance.apps.locks_bodies"
+
+
+def test_what_ends_a_task_from_outside_ends_its_lock_and_its_claim(celery_setup, broker, pg_dsn, history):
+    """case 4, case 5, case 40. The ttls are a minute and an hour, so nothing here is free because it expired."""
+    setup = celery_setup(MODULE)
+    work = setup.module.work_deduplicated
+    expired = work.apply_async(["expired"], expires=1)
+    poll(lambda: not work.apply_async(["expired"], expires=600).duplicate, interval=0.2)
+    worker = setup.start_worker(concurrency=4)
+    poll(lambda: expired.state == "REVOKED")
+    history.wait_for("end", key="expired")
+
+    def publish(key, **options):
+        result = work.apply_async([key, f"{key} may go"], **options)
+        assert not result.duplicate
+        return result
+
+    running = {
+        "soft limit": publish("soft limit", soft_time_limit=2),
+        "hard limit": publish("hard limit", time_limit=2),
+        "terminated": publish("terminated"),
+    }
+    scheduled = publish("revoked", countdown=3)
+    history.wait_for("start", count=3 + 1)
+    # Meanwhile each of them is a duplicate of itself.
+    assert [work.delay(key).id for key in running] == [result.id for result in running.values()]
+    assert work.delay("revoked").id == scheduled.id
+
+    running["terminated"].revoke(terminate=True)
+    scheduled.revoke()
+    with pytest.raises(SoftTimeLimitExceeded):
+        running["soft limit"].get(timeout=30)
+    with pytest.raises(TimeLimitExceeded):
+        running["hard limit"].get(timeout=30)
+    with pytest.raises(TaskRevokedError):
+        running["terminated"].get(timeout=30)
+    poll(lambda: scheduled.state == "REVOKED")
+
+    def everything_is_free():
+        assert rows_left(pg_dsn)["locks"] == rows_left(pg_dsn)["claims"] == 0
+
+    poll(everything_is_free)
+    for key in [*running, "revoked"]:
+        setup.open_gate(f"{key} may go")
+    again = [publish(key) for key in [*running, "revoked"]]
+    assert [result.get(timeout=30) for result in again] == [*running, "revoked"]
+    assert history.count("start", task_id=scheduled.id) == history.count("start", task_id=expired.id) == 0
+    assert worker.alive
+    poll(everything_is_free)
+
+
+def test_a_soft_limit_also_ends_the_wait_for_a_lock(celery_setup, broker, pg_dsn, history):
+    setup = celery_setup(MODULE)
+    setup.start_worker(concurrency=1)
+    with SyncGuard(pg_dsn) as guard, guard.hold("a"):
+        waiting = setup.module.retry_in_wait.apply_async(["a", "name", 0], soft_time_limit=1)
+        with pytest.raises(SoftTimeLimitExceeded):
+            waiting.get(timeout=30)
+    assert setup.module.work.delay("a").get(timeout=30) == "a"
+    assert history.count("start", task_id=waiting.id) == 0
+    poll(lambda: rows_left(pg_dsn) == NOTHING)
+
+
+def test_what_was_purged_or_revoked_while_no_worker_ran_blocks_nobody_for_longer_than_its_claim(
+    celery_setup, broker, pg_dsn, history
+):
+    """case 5, with all workers down."""
+    setup = celery_setup(MODULE)
+    work = setup.module.work_deduplicated_briefly
+    purged = work.delay("purged")
+    assert work.delay("purged").duplicate
+    with setup.app.connection_for_write() as connection:
+        connection.default_channel.queue_purge(broker.queue)
+    revoked = work.delay("revoked")
+    assert work.delay("revoked").duplicate
+    revoked.revoke()
+    assert rows_left(pg_dsn)["locks"] == 0
+    again = poll(lambda: (result := work.delay("purged")) and not result.duplicate and result, interval=0.1)
+    poll(lambda: not work.delay("revoked").duplicate, interval=0.1)
+    setup.start_worker()
+    assert again.get(timeout=30) == "purged"
+    assert history.count("start", task_id=purged.id) == 0
