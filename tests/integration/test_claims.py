@@ -107,6 +107,7 @@ def race(make, *, processes, rounds):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("rounds", [1000])
 def test_of_fifty_processes_that_publish_at_once_one_publishes_and_all_learn_its_id(pg_dsn, broker, rounds):
     """cases 28, 29: each round is a barrier; the queue holds one message per round."""

@@ -1,0 +1,351 @@
+"""A claim lasts as long as its work and no longer, whatever becomes of the message, the task and the worker."""
+
+import signal
+
+import psycopg
+import pytest
+from celery import chain
+
+from celery_syncguard import DuplicateTask, binding
+from celery_syncguard.skipped import SKIPPED
+from tests.fixtures.polling import poll
+
+MODULE = "tests.acceptance.apps.dedup_tasks"
+
+ONE_BROKER = pytest.mark.parametrize("broker", ["redis"], indirect=True)
+
+
+@pytest.fixture
+def setup(celery_setup, broker, pg_dsn, history):
+    return celery_setup(MODULE, broker=broker, dsn=pg_dsn, history_dsn=pg_dsn)
+
+
+@pytest.fixture
+def claims(pg_dsn):
+    """Looks at the claims: claim_key -> task_id, the live ones."""
+    with psycopg.connect(pg_dsn, autocommit=True) as connection:
+
+        def look():
+            rows = connection.execute(
+                "select claim_key, task_id from syncguard_claims where expires_at_ms > syncguard_clock_ms()"
+            )
+            return dict(rows.fetchall())
+
+        yield look
+
+
+@pytest.mark.smoke
+def test_work_is_queued_once_until_it_is_done(setup, history, claims):
+    work = setup.module.work
+    setup.start_worker()
+    first = work.delay("a", "go")
+    history.wait_for("start")
+    assert work.delay("a", "go").id == first.id
+    assert work.delay("b").get(timeout=30) == "b"
+    setup.open_gate("go")
+    assert first.get(timeout=30) == "a"
+    poll(lambda: claims() == {})
+    again = work.delay("a")
+    assert again.id != first.id
+    assert again.get(timeout=30) == "a"
+    assert history.count("start", key="a") == 2
+
+
+def test_one_runs_and_one_waits_of_ten_that_are_published_during_a_hold(setup, history, claims):
+    """`dedup_until="start"` with a lock. The plain task is the negative control."""
+    task = setup.module.one_running_one_waiting
+    setup.start_worker(concurrency=3)
+    task.delay("a", "go")
+    history.wait_for("start", key="a")
+    results = [task.delay("a", "go") for _ in range(10)]
+    assert [result.duplicate for result in results] == [False] + [True] * 9
+    assert len({result.id for result in results}) == 1
+    for _ in range(10):
+        setup.module.plain.delay("plain")
+    history.wait_for("end", key="plain", count=10)
+    setup.open_gate("go")
+    assert results[0].get(timeout=30) == "a"
+    assert history.count("start", key="a") == 2
+    assert history.count("start", key="plain") == 10
+    assert [first for first, _ in history.overlaps() if first.key == "a"] == []
+    poll(lambda: claims() == {})
+
+
+@ONE_BROKER
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_throttle_lets_one_through_per_window_also_after_it_has_ended(setup, history, claims, fails):
+    """case 81: after a success and after a failure."""
+    task = setup.module.throttled
+    setup.start_worker()
+    first = task.delay("a", fails)
+    first.get(timeout=30, propagate=False)
+    assert task.delay("a", fails).id == first.id
+    assert history.count("start") == 1
+    second = poll(lambda: not (result := task.delay("a", fails)).duplicate and result, timeout=15, interval=0.1)
+    second.get(timeout=30, propagate=False)
+    first_run, second_run = history.events("start")
+    assert (second_run.at - first_run.at).total_seconds() > 3
+
+
+@ONE_BROKER
+def test_a_body_that_changes_its_arguments_ends_its_claim(setup, history, claims):
+    """case 73."""
+    setup.start_worker()
+    result = setup.module.mutating.delay({"x": 1})
+    assert list(claims()) == ["mutated:1"]
+    assert result.get(timeout=30) == "mutated"
+    poll(lambda: claims() == {})
+
+
+# --- revoked, expired, skipped --------------------------------------------------------------------------------------
+
+
+def test_a_revoked_task_frees_its_claim(setup, history, claims):
+    """case 5: a countdown, revoked before it starts."""
+    work = setup.module.work
+    setup.start_worker()
+    revoked = work.apply_async(("a",), countdown=3)
+    setup.app.control.revoke(revoked.id)
+    assert work.delay("a").id == revoked.id
+    poll(lambda: claims() == {}, timeout=20)
+    assert work.delay("a").get(timeout=30) == "a"
+    assert history.count("start") == 1
+
+
+@ONE_BROKER
+def test_a_task_that_is_terminated_while_it_runs_frees_its_claim(setup, history, claims):
+    work = setup.module.work
+    setup.start_worker()
+    result = work.delay("a", "never")
+    history.wait_for("start")
+    setup.app.control.revoke(result.id, terminate=True, signal="SIGKILL")
+    poll(lambda: claims() == {}, timeout=20)
+
+
+def test_an_expired_message_frees_its_claim_though_no_worker_has_seen_it(setup, history, claims):
+    """cases 5, 40: all workers are down, so nobody can tell; the claim ends when the message does."""
+    work = setup.module.work
+    expired = work.apply_async(("a",), expires=2)
+    assert work.delay("a").id == expired.id
+    poll(lambda: claims() == {}, timeout=10)
+    second = work.delay("a")
+    assert second.id != expired.id
+    setup.start_worker()
+    assert second.get(timeout=30) == "a"
+    assert [row.task_id for row in history.events("start")] == [second.id]
+    poll(lambda: claims() == {})
+
+
+@ONE_BROKER
+def test_a_worker_that_throws_an_expired_message_away_ends_its_claim(setup, history, claims, pg_dsn):
+    work = setup.module.work
+    setup.start_worker(concurrency=1)
+    work.delay("blocks", "go")
+    history.wait_for("start")
+    expired = work.apply_async(("a",), expires=1.5)
+    # By itself it would now outlive the message.
+    binding.guard_for(setup.app).store.claim("done:a", task_id=expired.id, ttl=3600)
+    with psycopg.connect(pg_dsn, autocommit=True) as connection:
+        age = "select syncguard_clock_ms() - claimed_at_ms from syncguard_claims where task_id = %s"
+        poll(lambda: connection.execute(age, (expired.id,)).fetchone()[0] > 2000)
+    setup.open_gate("go")
+    poll(lambda: claims() == {}, timeout=20)
+    assert history.count("start", key="a") == 0
+
+
+@ONE_BROKER
+def test_a_skipped_task_frees_its_claim(setup, history, claims):
+    setup.start_worker()
+    holder = setup.module.locked.apply_async(("a", "go"), lock_ttl=60)
+    history.wait_for("start")
+    skipped = setup.module.skipping.delay("a")
+    poll(lambda: skipped.state == SKIPPED)
+    assert list(claims().values()) == [holder.id]
+    setup.open_gate("go")
+    holder.get(timeout=30)
+
+
+# --- retries --------------------------------------------------------------------------------------------------------
+
+
+def test_a_retry_keeps_the_claim_until_the_last_attempt(setup, history, claims):
+    """case 35: `self.retry`; no row is left."""
+    task = setup.module.retrying
+    setup.start_worker()
+    first = task.delay("a")
+    history.wait_for("end", count=1)
+    duplicates = {task.delay("a").id}
+    history.wait_for("start", count=2)
+    duplicates.add(task.delay("a").id)
+    assert first.get(timeout=30) == "a"
+    assert duplicates == {first.id}
+    assert history.count("start") == 3
+    poll(lambda: claims() == {})
+    assert binding.guard_for(setup.app).locks() == []
+
+
+@ONE_BROKER
+def test_autoretry_keeps_the_claim_and_ends_it_with_the_last_failure(setup, history, claims):
+    """case 35: `autoretry_for` with backoff and jitter; no row is left."""
+    task = setup.module.autoretrying
+    setup.start_worker()
+    first = task.delay("a")
+    history.wait_for("end", count=2)
+    with pytest.raises(ValueError, match="a"):
+        first.get(timeout=30)
+    assert history.count("start") == 4
+    assert {row.task_id for row in history.events("start")} == {first.id}
+    poll(lambda: claims() == {})
+    assert binding.guard_for(setup.app).locks() == []
+
+
+@ONE_BROKER
+def test_a_retry_with_other_arguments_takes_their_claim_and_gives_its_own_back(setup, history, claims):
+    setup.start_worker()
+    result = setup.module.retrying_with_another_key.delay("first")
+    poll(lambda: claims() == {"changed:second": result.id})
+    assert not setup.module.retrying_with_another_key.delay("first").duplicate
+
+
+@ONE_BROKER
+def test_a_retry_after_its_claim_went_to_another_runs_too(setup, history, claims):
+    """case 41: a second was queued after the first had started; both run, one after the other."""
+    task = setup.module.retrying_after_start
+    setup.start_worker(concurrency=2)
+    first = task.delay("a", "go")
+    history.wait_for("start")
+    second = task.delay("a")
+    assert not second.duplicate
+    setup.open_gate("go")
+    for result in (first, second):
+        result.get(timeout=30)
+    assert sorted(row.attempt for row in history.events("start")) == [0, 0, 1, 1]
+    assert history.overlaps() == []
+    poll(lambda: claims() == {})
+
+
+# --- deaths ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["dying", "overrunning"])
+def test_the_claim_of_a_killed_child_is_freed(setup, history, claims, task):
+    """By SIGKILL, as the system does when memory is short, and by the hard time limit."""
+    setup.start_worker()
+    task = getattr(setup.module, task)
+    first = task.delay("a")
+    history.wait_for("start")
+    poll(lambda: claims() == {}, timeout=20)
+    assert not task.delay("a").duplicate
+    assert first.id
+
+
+def test_the_claim_of_a_worker_that_is_gone_is_free_at_the_locks_ttl(setup, history, claims):
+    """The whole group is killed, and the message was acknowledged: nobody will ever end the claim."""
+    task = setup.module.locked
+    worker = setup.start_worker()
+    first = task.delay("a", "never")
+    history.wait_for("start")
+    worker.kill()
+    second = poll(lambda: not (result := task.delay("a")).duplicate and result, timeout=20, interval=0.1)
+    setup.start_worker()
+    assert second.get(timeout=30) == "a"
+    assert {row.task_id for row in history.events("start")} == {first.id, second.id}
+
+
+@ONE_BROKER
+def test_the_claim_of_a_task_without_a_lock_outlives_its_dead_worker(setup, history, claims):
+    """The negative control: without a lease nothing says that it died; `dedup_ttl` is what is left."""
+    worker = setup.start_worker()
+    first = setup.module.work.delay("a", "never")
+    history.wait_for("start")
+    binding.binding_for(setup.app).flush()
+    worker.kill()
+    assert claims() == {"done:a": first.id}
+    assert setup.module.work.delay("a").id == first.id
+
+
+@ONE_BROKER
+def test_a_worker_confirms_a_claim_whose_producer_died(setup, history, pg_dsn):
+    """The producer ended between publish and confirm; the task runs for longer than an unconfirmed claim lives."""
+    confirmer = binding.binding_for(setup.app).confirmer
+    confirmer.confirm = lambda *args, **kwargs: None
+    setup.module.work.delay("a", "go")
+    left = "select (expires_at_ms - syncguard_clock_ms()) / 1000.0 from syncguard_claims"
+    with psycopg.connect(pg_dsn, autocommit=True) as connection:
+        assert connection.execute(left).fetchone()[0] <= 10
+        setup.start_worker()
+        history.wait_for("start")
+        poll(lambda: connection.execute(left).fetchone()[0] > 3500)
+    setup.open_gate("go")
+    history.wait_for("end")
+
+
+# --- messages that bypass apply_async, and canvases -----------------------------------------------------------------
+
+
+@ONE_BROKER
+def test_a_message_that_was_sent_by_name_is_claimed_while_it_runs(setup, history, claims):
+    setup.start_worker()
+    result = setup.app.send_task(setup.module.locked.name, ["a", "go"])
+    history.wait_for("start")
+    assert setup.module.locked.delay("a").id == result.id
+    setup.open_gate("go")
+    assert result.get(timeout=30) == "a"
+    poll(lambda: claims() == {})
+
+
+def test_a_duplicate_step_of_a_chain_is_sent_and_its_parent_stays_a_success(setup, history, claims):
+    """case 77, in the middle: the chain goes on, and nothing waits for ever."""
+    module = setup.module
+    setup.start_worker(concurrency=3)
+    module.work.delay("a", "go")
+    history.wait_for("start")
+    result = chain(module.plain.si("head"), module.work.si("a"), module.plain.si("tail")).apply_async()
+    assert result.get(timeout=30) == "tail"
+    assert result.parent.parent.state == "SUCCESS"
+    assert history.count("start", key="a") == 2
+    setup.open_gate("go")
+    poll(lambda: claims() == {})
+
+
+@ONE_BROKER
+def test_the_tail_of_a_refused_chain_is_not_run_and_the_first_ones_is(setup, history, claims):
+    """case 77, at the head."""
+    module = setup.module
+    first = chain(module.work.si("a"), module.plain.si("first")).apply_async()
+    with pytest.raises(DuplicateTask):
+        chain(module.work.si("a"), module.plain.si("second")).apply_async()
+    setup.start_worker()
+    assert first.get(timeout=30) == "first"
+    assert history.count("start", key="second") == 0
+
+
+@ONE_BROKER
+def test_a_message_with_an_eta_holds_its_claim_but_no_lock(setup, history, claims):
+    """case 38: one in an hour, and others under its lock."""
+    task = setup.module.locked
+    setup.start_worker(concurrency=4)
+    later = task.apply_async(("a",), countdown=3600)
+    assert task.delay("a").id == later.id
+    results = [task.apply_async(("a",), dedup_key=f"other:{n}", lock_retry_delay=(0.1, 0.2)) for n in range(12)]
+    for result in results:
+        assert result.get(timeout=60) == "a"
+    assert history.overlaps() == []
+    assert list(claims().values()) == [later.id]
+
+
+@ONE_BROKER
+def test_shutting_down_ends_no_claim_of_what_is_still_queued(setup, history, claims):
+    worker = setup.start_worker(concurrency=1)
+    running = setup.module.work.delay("a", "go")
+    history.wait_for("start")
+    queued = setup.module.work.delay("b")
+    binding.binding_for(setup.app).flush()
+    worker.signal(signal.SIGTERM)
+    setup.open_gate("go")
+    worker.wait_exit()
+    assert running.get(timeout=30) == "a"
+    if queued.state == "SUCCESS":
+        assert claims() == {}
+    else:
+        assert claims() == {"done:b": queued.id}
