@@ -17,8 +17,10 @@ def test_what_ends_a_task_from_outside_ends_its_lock_and_its_claim(celery_setup,
     expired = work.apply_async(["expired"], expires=1)
     poll(lambda: not work.apply_async(["expired"], expires=600).duplicate, interval=0.2)
     worker = setup.start_worker(concurrency=4)
-    poll(lambda: expired.state == "REVOKED")
     history.wait_for("end", key="expired")
+    if broker.kind == "redis":
+        # RabbitMQ throws such a message away by itself, and nobody hears of it.
+        poll(lambda: expired.state == "REVOKED")
 
     def publish(key, **options):
         result = work.apply_async([key, f"{key} may go"], **options)

@@ -1,0 +1,362 @@
+"""Keys of tasks: computed once, when the message is published, equal for all forms of a call, and refused clearly."""
+
+import datetime
+import decimal
+import enum
+import functools
+import json
+import uuid
+import zoneinfo
+
+import pytest
+from celery import Celery, Task
+from kombu.exceptions import EncodeError
+
+from celery_syncguard import ImproperlyConfigured, InvalidKey, LockedTask, binding
+
+
+@pytest.fixture
+def app():
+    app = Celery("keys", broker="memory://", set_as_current=False)
+    app.conf.update(syncguard_dsn="memory://", task_default_queue=uuid.uuid4().hex)
+    app.task = functools.partial(app.task, shared=False)
+    yield app
+    app.close()
+
+
+def published(app):
+    """The messages in the queue: (headers, arguments)."""
+    found = []
+    with app.connection_for_read() as connection, connection.SimpleQueue(app.conf.task_default_queue) as queue:
+        while queue.qsize():
+            message = queue.get_nowait()
+            message.ack()
+            found.append((message.headers, message.decode()))
+    return found
+
+
+def published_keys(app):
+    return [headers["syncguard"]["key"] for headers, _ in published(app)]
+
+
+def eager(app):
+    """Run tasks here and now; answers with the keys that are locked while a body asks."""
+    app.conf.task_always_eager = True
+    app.conf.task_eager_propagates = True
+    guard = binding.guard_for(app)
+    return lambda: [row.key for row in guard.locks()]
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+def test_positional_keyword_and_default_forms_of_a_call_make_one_key(app):
+    """case 72"""
+
+    @app.task(base=LockedTask, lock_key="f:{a}:{b}")
+    def f(a, b=2, *, c=None):
+        """Nothing runs it."""
+
+    for args, kwargs in [((1,), {}), ((1, 2), {}), ((), {"a": 1}), ((), {"b": 2, "a": 1}), ((1,), {"c": 5})]:
+        f.apply_async(args, kwargs)
+    assert published_keys(app) == ["f:1:2"] * 5
+
+
+def test_a_key_without_arguments_is_one_lock_for_the_task(app):
+    """case 72: "name only" """
+
+    @app.task(base=LockedTask, lock_key="nightly {{sic}}")
+    def f(a):
+        """Nothing runs it."""
+
+    f.delay(1)
+    f.delay(2)
+    assert published_keys(app) == ["nightly {sic}"] * 2
+
+
+@pytest.mark.parametrize("kind", ["bound", "unbound", "class", "class with __init__", "static run", "variadic"])
+def test_neither_self_nor_its_address_is_part_of_a_key(app, kind):
+    """case 71"""
+
+    def register():
+        options = {"base": LockedTask, "lock_key": "f:{a}"}
+
+        def bound(self, a):
+            seen.append(locked())
+
+        def unbound(a):
+            seen.append(locked())
+
+        def variadic(*_, **kwargs):
+            seen.append(locked())
+
+        functions = {"bound": bound, "unbound": unbound, "variadic": variadic}
+        if kind in functions:
+            return app.task(name="f", bind=kind == "bound", **options)(functions[kind])
+
+        class Plain(LockedTask):
+            name = "f"
+            lock_key = "f:{a}"
+
+            def run(self, a):
+                seen.append(locked())
+
+        class WithInit(Plain):
+            def __init__(self):
+                self.seen = seen
+
+            def run(self, a):
+                self.seen.append(locked())
+
+        class Static(LockedTask):
+            name = "f"
+            lock_key = "f:{a}"
+
+            @staticmethod
+            def run(a):
+                seen.append(locked())
+
+        return app.register_task({"class": Plain, "class with __init__": WithInit, "static run": Static}[kind]())
+
+    seen = []
+    locked = eager(app)
+    task = register()
+    task.delay(a=7)
+    assert seen == [["f:7"]]
+    assert locked() == []
+    if kind != "variadic":
+        task.apply_async([7])
+        assert seen == [["f:7"]] * 2
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        uuid.UUID(int=7),
+        decimal.Decimal("1.10"),
+        datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=zoneinfo.ZoneInfo("Europe/Paris")),
+        datetime.datetime(2026, 1, 2),  # noqa: DTZ001 - naive is the case
+        datetime.date(2026, 1, 2),
+        b"bytes",
+        float("nan"),
+        float("inf"),
+        "ünï",
+        (1, (2, [3])),
+        {"b": [uuid.UUID(int=1), None], "a": (True,)},
+        None,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("option", ["lock_key", "dedup_key"])
+def test_a_key_is_the_same_before_and_after_the_serializer(app, value, option):
+    """case 69. What a worker computes for a message without our header is what the publisher would have."""
+    template = "{value}" if option == "lock_key" else True
+
+    @app.task(base=LockedTask, bind=True, lock_key=None, **({} if option == "lock_key" else {"dedup_key": True}))
+    def f(self, value):
+        """Nothing runs it."""
+
+    overrides = {"lock_key": template} if option == "lock_key" else {}
+    entry = "key" if option == "lock_key" else "claim"
+    before = {}
+    f.plan().complete(f, before, (value,), {}, overrides)
+    app.send_task(f.name, [value])
+    ((headers, (args, kwargs, _)),) = published(app)
+    assert "syncguard" not in headers
+    after = {}
+    f.plan().complete(f, after, args, kwargs, overrides)
+    assert before[entry] == after[entry]
+
+
+def test_an_enum_counts_by_its_value_and_what_cannot_be_sent_is_refused_as_it_would_be(app):
+    """case 69"""
+
+    @app.task(base=LockedTask, lock_key="{value}")
+    def f(value):
+        """Nothing runs it."""
+
+    @app.task(base=LockedTask, lock_key=None, dedup_key=True)
+    def g(value):
+        """Nothing runs it."""
+
+    header = {}
+    f.plan().complete(f, header, (Colour.RED,), {}, {})
+    assert header["key"] == "red"
+    for value in [object(), {1, 2, object()}]:
+        with pytest.raises(EncodeError):
+            g.delay(value)
+    assert published(app) == []
+
+
+def test_dict_order_does_not_matter_and_a_body_may_change_its_arguments(app):
+    """case 73, case 35"""
+    keys = []
+    locked = eager(app)
+
+    @app.task(base=LockedTask, lock_key="{payload[x]}", dedup_key=True)
+    def f(payload):
+        keys.append(locked())
+        payload.pop("x")
+        payload["y"] = object
+
+    for payload in [{"x": 1, "z": 2}, {"z": 2, "x": 1}]:
+        result = f.delay(payload)
+        # The claim of the first is gone, although the arguments that made it are.
+        assert result.successful()
+        assert not result.duplicate
+    assert keys == [["1"], ["1"]]
+    assert locked() == []
+
+
+def test_a_callable_makes_the_key_from_the_task_and_its_arguments(app):
+    def by_customer(task, args, kwargs):
+        return f"{task.name}:{args[0]['customer']}"
+
+    class Base(LockedTask):
+        abstract = True
+
+        def lock_key(self, args, kwargs):
+            return f"method:{args[0]['customer']}"
+
+    @app.task(base=LockedTask, name="f", lock_key=by_customer)
+    def f(order):
+        """Nothing runs it."""
+
+    @app.task(base=Base, name="g")
+    def g(order):
+        """Nothing runs it."""
+
+    f.delay({"customer": 7})
+    g.delay({"customer": 8})
+    assert published_keys(app) == ["f:7", "method:8"]
+
+
+def test_keys_and_options_of_one_call_travel_in_the_message(app):
+    @app.task(base=LockedTask, lock_key="f:{a}")
+    def f(a):
+        """Nothing runs it."""
+
+    f.apply_async([1], lock_key="g:{a}", lock_ttl=datetime.timedelta(seconds=9), lock_on_held="skip")
+    f.s(2).set(lock_key="h:{a}", lock_wait=3).delay()
+    f.apply_async([3], lock_key=lambda task, args, kwargs: f"callable:{args[0]}", headers={"mine": 1})
+    f.apply_async([4], lock_key=None)
+    headers = [one for one, _ in published(app)]
+    assert [one["syncguard"] for one in headers] == [
+        {"key": "g:1", "options": {"lock_ttl": 9.0, "lock_on_held": "skip"}},
+        {"key": "h:2", "options": {"lock_wait": 3}},
+        {"key": "callable:3"},
+        {"options": {"lock_key": None}},
+    ]
+    assert headers[2]["mine"] == 1
+    json.dumps(headers)
+
+
+@pytest.mark.parametrize(
+    ("key", "complaint"),
+    [
+        ("", "empty"),
+        ("x" * 513, "512"),
+        ("é" * 257, "512"),
+        ("a\0b", "NUL"),
+        ("a\ud800b", "surrogate"),
+        ("__syncguard_beat", "reserved"),
+        (7, "not with text"),
+        (None, "not with text"),
+        (b"bytes", "not with text"),
+    ],
+    ids=["empty", "too long", "too long in UTF-8", "NUL", "surrogate", "reserved", "number", "none", "bytes"],
+)
+def test_a_key_that_cannot_be_is_refused_before_anything_is_sent(app, key, complaint):
+    @app.task(base=LockedTask, lock_key=lambda task, args, kwargs: key)
+    def f():
+        """Nothing runs it."""
+
+    with pytest.raises(InvalidKey, match=complaint):
+        f.delay()
+    assert published(app) == []
+
+
+def test_arguments_that_do_not_make_a_key_are_refused_before_anything_is_sent(app):
+    @app.task(base=LockedTask, lock_key="{order[customer]}:{order[n]:03d}")
+    def f(order):
+        """Nothing runs it."""
+
+    for args in [[{}], [{"customer": 1, "n": "text"}], [None], [], [1, 2]]:
+        with pytest.raises((InvalidKey, TypeError)):
+            f.apply_async(args)
+    with pytest.raises(TypeError, match="list or tuple"):
+        f.apply_async("text")
+    assert published(app) == []
+    f.delay({"customer": 1, "n": 7})
+    assert published_keys(app) == ["1:007"]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"lock_key": "f:{b}"}, "uses 'b', but the task takes argument"),
+        ({"lock_key": "f:{argumen}"}, "did you mean 'argument'"),
+        ({"lock_key": "f:{}"}, "name the argument"),
+        ({"lock_key": "f:{0}"}, "name the argument"),
+        ({"lock_key": "f:{"}, "not a format string"),
+        ({"lock_key": ""}, "empty"),
+        ({"lock_key": 7}, "a template, a callable or None"),
+        ({}, "needs lock_key"),
+        ({"lock_key": "f", "lock_tll": 5}, "did you mean 'lock_ttl'"),
+        ({"lock_key": "f", "lock_ttl": 0}, "lock_ttl"),
+        ({"lock_key": "f", "lock_ttl": -1}, "lock_ttl"),
+        ({"lock_key": "f", "lock_ttl": float("nan")}, "lock_ttl"),
+        ({"lock_key": "f", "lock_ttl": float("inf")}, "lock_ttl"),
+        ({"lock_key": "f", "lock_ttl": 1e12}, "lock_ttl"),
+        ({"lock_key": "f", "lock_ttl": "30"}, "lock_ttl"),
+        ({"lock_key": "f", "lock_ttl": True}, "lock_ttl"),
+        ({"lock_key": "f", "lock_ttl": 0.01}, "lock_ttl"),
+        ({"lock_key": "f", "lock_wait": -1}, "lock_wait"),
+        ({"lock_key": "f", "lock_on_held": "ignore"}, "lock_on_held is one of"),
+        ({"lock_key": "f", "lock_retry_delay": (5, 1)}, "lock_retry_delay"),
+        ({"lock_key": "f", "lock_max_deaths": 0}, "lock_max_deaths"),
+        ({"lock_key": None, "lock_min_hold": 5}, "lock_min_hold needs a lock_key"),
+        ({"lock_key": "f", "dedup_until": "later"}, "dedup_until is one of"),
+        ({"lock_key": "f", "run_once_ttl": 0}, "run_once_ttl"),
+    ],
+    ids=str,
+)
+def test_an_option_that_cannot_be_meant_is_refused_when_the_task_is_registered(app, options, complaint):
+    with pytest.raises(ImproperlyConfigured, match=complaint):
+
+        @app.task(base=LockedTask, lazy=False, **options)
+        def f(argument):
+            """Nothing runs it."""
+
+
+def test_an_option_that_cannot_be_meant_is_refused_when_it_is_given_for_a_call(app):
+    @app.task(base=LockedTask, lock_key="f")
+    def f(argument):
+        """Nothing runs it."""
+
+    for options, complaint in [
+        ({"lock_tll": 5}, "did you mean 'lock_ttl'"),
+        ({"lock_ttl": 0}, "lock_ttl"),
+        ({"lock_key": "{arg}"}, "but the task takes argument"),
+        ({"lock_on_held": "wait"}, "is one of"),
+        ({"dedup_kye": "x"}, "did you mean 'dedup_key'"),
+    ]:
+        with pytest.raises(ImproperlyConfigured, match=complaint):
+            f.apply_async([1], **options)
+        with pytest.raises(ImproperlyConfigured, match=complaint):
+            f.s(1).set(**options).apply_async()
+        with pytest.raises(ImproperlyConfigured, match=complaint):
+            f.apply([1], **options)
+    assert published(app) == []
+
+
+def test_a_plain_task_takes_none_of_our_options(app):
+    """The negative control: what Celery does with an option that nobody understands."""
+
+    @app.task(base=Task, lock_key="f")
+    def f(argument):
+        """Nothing runs it."""
+
+    f.delay(1)
+    assert "syncguard" not in published(app)[0][0]
