@@ -52,7 +52,7 @@ from celery_syncguard.leadership import Leadership
 from celery_syncguard.lease import Lease
 from celery_syncguard.pool import describe_dsn
 from celery_syncguard.slots import EntryRow, Slot, Slots, open_slots
-from celery_syncguard.timetable import LATE, choose, describe, due_between, grid_start, next_due, once_only
+from celery_syncguard.timetable import choose, describe, due_between, grid_start, next_due, once_only
 
 __all__ = ["LeaderScheduler"]
 
@@ -495,15 +495,11 @@ class _SlotSending:
             slots, more = due_between(plan, after=place.counted, now=now)
         candidates = sorted({*place.pending, *slots})
         place.pending = choose(candidates, now=now, rule=self._rule_of(entry))
-        missed = len(candidates) - len(place.pending)
-        if missed or more or len(candidates) > 1:
-            logger.info(
-                "%r missed %s%d slot(s); sending %d now",
-                entry.name,
-                "more than " if more else "",
-                len(candidates) - (not missed and now - candidates[-1] <= LATE),
-                len(place.pending),
-            )
+        if len(candidates) > 1 or more or not place.pending:
+            # While the broker is away this comes again with every attempt.
+            level = logger.debug if self._broker_failures else logger.info
+            counted = f"{'more than ' if more else ''}{len(candidates)}"
+            level("%r has %s slot(s) due, sending %d of them by its rule", entry.name, counted, len(place.pending))
         for due_at in place.unsent.difference(place.pending):
             self._slots.drop(Slot(entry.name, due_at), term=int(self._lease.fence))
             place.unsent.discard(due_at)

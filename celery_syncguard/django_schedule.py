@@ -11,6 +11,7 @@ import hashlib
 from typing import Any
 
 from celery_syncguard import clock
+from celery_syncguard.events import logger
 
 __all__ = ["SeesEdits"]
 
@@ -23,6 +24,8 @@ class SeesEdits:
 
     max_interval: float
     Model: Any
+    Entry: Any
+    app: Any
     _last_full_sync: Any
 
     _compared_at: float | None = None
@@ -39,6 +42,21 @@ class SeesEdits:
         found = super().schedule  # type: ignore[misc]
         if self._compared_at is None:
             self._compared_at, self._print = now, self._fingerprint()
+        return found
+
+    def all_as_schedule(self) -> dict[str, Any]:
+        """As theirs; but a row that cannot be read, with a schedule that is gone, does not hide all the others."""
+        try:
+            found: dict[str, Any] = super().all_as_schedule()  # type: ignore[misc]
+        except Exception:  # whatever a broken row leads to  # noqa: BLE001
+            found = {}
+            for model in self.Model.objects.enabled():
+                try:
+                    found[model.name] = self.Entry(model, app=self.app)
+                except Exception as exc:  # noqa: BLE001
+                    logger.error(
+                        "%r is not in the schedule: its row cannot be read: %s: %s", model.name, type(exc).__name__, exc
+                    )
         return found
 
     def _fingerprint(self) -> str:

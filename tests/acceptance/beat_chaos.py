@@ -9,29 +9,19 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
-import threading
 import time
 from datetime import datetime, timedelta
 from signal import SIGTERM
 from typing import Any
 
-import kombu
 import psycopg
 
+from tests.acceptance.inbox import Inbox, Message
 from tests.fixtures.cluster import CeleryNode, CeleryTestSetup
 from tests.fixtures.polling import poll
 
 ENTRIES = {"fast": 1.0, "slow": 5.0}
 TTL = 3.0
-
-
-@dataclasses.dataclass
-class Message:
-    entry: str
-    task_id: str
-    at: float
-    due_at: datetime | None
-    term: int | None
 
 
 @dataclasses.dataclass
@@ -81,15 +71,11 @@ class Chaos:
         self.messages: list[Message] = []
         self.deeds: collections.Counter[str] = collections.Counter()
         self.exits: list[str] = []
-        self._reading = threading.Event()
-        self._done = threading.Event()
 
     def run(self, seconds: float, *, seed: int = 0) -> Report:
         chance = random.Random(seed)
-        reader = threading.Thread(target=self._read, daemon=True)
-        reader.start()
-        assert self._reading.wait(20)
-        try:
+        with Inbox(self.setup) as inbox:
+            self.messages = inbox.messages
             nodes = [self._start() for _ in range(self.beats)]
             poll(lambda: self.messages, timeout=30)
             started = time.monotonic()
@@ -98,9 +84,6 @@ class Chaos:
                 self._look(nodes)
             self._calm_down(nodes)
             spent = time.monotonic() - started
-        finally:
-            self._done.set()
-            reader.join(10)
         return self._judge(spent)
 
     # What is done to them
@@ -151,35 +134,6 @@ class Chaos:
             count = len(self.messages)
             time.sleep(0.5)
 
-    # What they send
-
-    def _read(self) -> None:
-        app = self.setup.app
-        with app.connection_for_read() as connection:
-            queue = app.amqp.queues[self.setup.broker.queue].bind(connection.default_channel)
-            queue.declare()
-            with kombu.Consumer(connection.default_channel, queues=[queue], callbacks=[self._note], accept=["json"]):
-                self._reading.set()
-                while not self._done.is_set():
-                    try:
-                        connection.drain_events(timeout=0.2)
-                    except TimeoutError:
-                        continue
-
-    def _note(self, body: Any, message: Any) -> None:
-        headers = message.headers
-        due_at = headers.get("syncguard_due_at")
-        self.messages.append(
-            Message(
-                entry=body[0][0],
-                task_id=headers["id"],
-                at=time.monotonic(),
-                due_at=datetime.fromisoformat(due_at) if due_at else None,
-                term=headers.get("syncguard_term"),
-            )
-        )
-        message.ack()
-
     # What became of it
 
     def _judge(self, spent: float) -> Report:
@@ -199,18 +153,18 @@ class Chaos:
             missed=self._missed(set(ids)),
             backwards=[
                 f"{after.entry} term {after.term} after {before.term}"
-                for before, after in zip(self.messages, self.messages[1:])
+                for before, after in zip(self.messages, self.messages[1:], strict=False)
                 if before.term is not None and after.term is not None and after.term < before.term
             ],
             terms=len(terms),
-            terms_in_order=all(before < after for before, after in zip(terms, terms[1:])),
+            terms_in_order=all(before < after for before, after in zip(terms, terms[1:], strict=False)),
             exits=self.exits,
             tracebacks=[name for name, text in logs.items() if "Traceback" in text],
-            longest_gap=max((after - before for before, after in zip(fast, fast[1:])), default=0.0),
+            longest_gap=max((after - before for before, after in zip(fast, fast[1:], strict=False)), default=0.0),
             doubles=sum(
                 after.at - before.at < ENTRIES[entry] / 2
                 for entry in ENTRIES
-                for before, after in zip(self._of(entry), self._of(entry)[1:])
+                for before, after in zip(self._of(entry), self._of(entry)[1:], strict=False)
             ),
         )
 

@@ -2,12 +2,17 @@
 
 import json
 import os
+import signal
 from datetime import timedelta
 
+from celery import beat
 from celery.schedules import crontab
 
+from celery_syncguard import LockedTask, clock
+from celery_syncguard.lease import Lease
+from tests.fixtures import gate
 from tests.fixtures.app import make_app
-from tests.fixtures.history import record
+from tests.fixtures.history import record, record_task
 
 app = make_app(__name__)
 
@@ -21,27 +26,71 @@ def note(self, name):
     )
 
 
-@app.task(bind=True)
-def plain(self, name):
-    """For a beat without us: there is no slot to speak of."""
-    record("run", key=name, task_id=self.request.id)
+@app.task(bind=True, base=LockedTask, lock_key=None, run_once=True)
+def once(self, name):
+    record_task("run", self, key=name)
+
+
+@app.task(bind=True, base=LockedTask, lock_key=None, dedup_key="{name}", dedup_on_duplicate="raise")
+def alone(self, name):
+    """While one copy is queued, the next one is a duplicate."""
+
+
+def trap(name):
+    """Evaluated by beat between the claim of a slot and its publishing. A gate makes it a trap for whoever comes first."""
+    if gate.is_open("kill"):
+        gate.close_gate("kill")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if gate.is_open("trap"):
+        gate.close_gate("trap")
+        gate.open_gate("trapped")
+        gate.wait_at("free", timeout=120)
+    return name
 
 
 def entries(text):
-    """{"fast": 1.0, "daily": "30 2", "chatty": {"every": 2, "catch_up": "all"}} as a `beat_schedule`."""
+    """{"fast": 1.0, "daily": "30 2", "chatty": {"every": 2, "syncguard_catch_up": "all"}} as a `beat_schedule`."""
     found = {}
     for name, given in json.loads(text).items():
-        options = {}
+        options, task = {}, note.name
         if isinstance(given, dict):
-            options = {key: value for key, value in given.items() if key != "every"}
+            options = {key: value for key, value in given.items() if key not in ("every", "task")}
+            task = app.tasks[f"{__name__}.{given['task']}"].name if "task" in given else task
             given = given["every"]
-        schedule = timedelta(seconds=given)
         if isinstance(given, str):
             minute, hour = given.split()
             schedule = crontab(minute=minute, hour=hour)
-        task = options.pop("task", note.name)
-        found[name] = {"task": task, "schedule": schedule, "args": (name,), "options": options}
+        else:
+            schedule = timedelta(seconds=given)
+        args = (beat.BeatLazyFunc(trap, name),)
+        found[name] = {"task": task, "schedule": schedule, "args": args, "options": options}
     return found
 
 
 app.conf.beat_schedule = entries(os.environ.get(SCHEDULE_VARIABLE, '{"fast": 1.0}'))
+
+
+class OwnScheduler(beat.Scheduler):
+    """Somebody's own: adds an entry, and has an opinion on when and how to send."""
+
+    def setup_schedule(self):
+        super().setup_schedule()
+        self.update_from_dict({"own": {"task": note.name, "schedule": timedelta(seconds=1), "args": ("own",)}})
+
+    def is_due(self, entry):
+        return (False, 0.5) if entry.name == "fast" else super().is_due(entry)
+
+    def apply_entry(self, entry, producer=None):
+        print(f"own way of sending {entry.name}", flush=True)
+        super().apply_entry(entry, producer=producer)
+
+
+if shift := float(os.environ.get("SYNCGUARD_TEST_CLOCK_SHIFT", "0")):
+    # A host whose clock is wrong: setting the machine's own would be wrong for everybody on it.
+    right_now, right_wall = app.now, clock.wall_ms
+    app.now = lambda: right_now() + timedelta(seconds=shift)
+    clock.wall_ms = lambda: right_wall() + int(shift * 1000)
+
+if os.environ.get("SYNCGUARD_TEST_WITHOUT_CHECK"):
+    # For the negative control: nobody looks at the deadline before sending.
+    Lease.check = lambda self: None

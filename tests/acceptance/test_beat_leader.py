@@ -1,21 +1,592 @@
-"""Many beats, one leader: real `celery beat` processes on real brokers."""
+"""Many beats, one leader: real `celery beat` processes on real brokers, stopped, killed, frozen and cut off."""
 
 import json
+import re
+import time
+from signal import SIGTERM
 
 import psycopg
 import pytest
 
+from tests.acceptance.inbox import Inbox
+from tests.acceptance.tasks_of_beat import SCHEDULE_VARIABLE
+from tests.fixtures import gate
 from tests.fixtures.polling import poll
+from tests.fixtures.proxy import Proxy
 
 MODULE = "tests.acceptance.tasks_of_beat"
+TTL = 3.0
+#: What a busy machine may add.
+SLACK = 4.0
+
+on_redis = pytest.mark.parametrize("broker", ["redis"], indirect=True)
 
 
-def test_two_beats_send_each_slot_once(celery_setup, broker, pg_dsn, history):
-    setup = celery_setup(MODULE, conf={"syncguard_leader_ttl": 3})
+@pytest.fixture
+def beats(celery_setup, broker, pg_dsn):
+    """A setup with a short ttl; `beats(schedule=…)`, other options as `celery_setup`."""
+
+    def make(schedule=None, *, environment=None, conf=None, **options):
+        variables = {} if schedule is None else {SCHEDULE_VARIABLE: json.dumps(schedule)}
+        return celery_setup(
+            MODULE,
+            conf={"syncguard_leader_ttl": TTL, **(conf or {})},
+            environment={**variables, **(environment or {})},
+            **options,
+        )
+
+    return make
+
+
+def start(setup, *arguments, **options):
+    return setup.start_beat("-S", "syncguard", *arguments, **options)
+
+
+def start_two(setup, **options):
+    """The leader, and a beat that stands by."""
+    first = start(setup)
+    first.wait_for_log("elected: this process")
+    second = start(setup, **options)
+    second.wait_for_log("standby for 'beat'")
+    return first, second
+
+
+def pid_of_leader(dsn):
+    with psycopg.connect(dsn) as conn:
+        row = conn.execute(
+            "select holder from syncguard_locks where key = '__syncguard_leader:beat' "
+            "and expires_at_ms > extract(epoch from clock_timestamp()) * 1000"
+        ).fetchone()
+    return int(re.search(r"pid (\d+)", row[0])[1]) if row else None
+
+
+def slots(dsn):
+    with psycopg.connect(dsn) as conn:
+        return conn.execute(
+            "select entry, due_at, term, sent_at is not null, task_id from syncguard_beat_slots order by due_at"
+        ).fetchall()
+
+
+# One leads
+
+
+@pytest.mark.smoke
+def test_two_beats_send_each_slot_once_and_the_task_can_see_which(beats, broker, history):
+    setup = beats()
     setup.start_worker(concurrency=1, pool="solo")
-    for _ in range(2):
-        setup.start_beat("-S", "syncguard")
+    start_two(setup)
     runs = history.wait_for("run", count=5)
     due = [row.note for row in runs]
     assert len(due) == len(set(due))
     assert len({row.fence for row in runs}) == 1
+    sent = {(row[1].isoformat(), row[2], row[4]) for row in slots(setup.dsn)}
+    assert {(row.note, row.fence, row.task_id) for row in runs} <= sent
+
+
+@on_redis
+def test_two_beats_without_us_send_everything_twice(beats, broker):
+    """The negative control."""
+    setup = beats()
+    with Inbox(setup) as inbox:
+        for _ in range(2):
+            setup.start_beat()
+        began = time.monotonic()
+        messages = inbox.wait_for(8)
+        assert len(messages) > 1.5 * (time.monotonic() - began)
+
+
+def test_a_clean_stop_hands_over_within_a_second(beats, broker, pg_dsn):
+    """case 55: also in the middle of a tick, and nothing is sent twice."""
+    setup = beats({"fast": 0.1}, conf={"syncguard_leader_ttl": 60, "syncguard_catch_up": "all"})
+    with Inbox(setup) as inbox:
+        first, second = start_two(setup)
+        inbox.wait_for(3)
+        for _ in range(3):
+            first.signal(SIGTERM)
+            began = time.monotonic()
+            poll(lambda: pid_of_leader(pg_dsn) == second.pid, timeout=5)
+            assert time.monotonic() - began < 1.0 + 0.5
+            assert first.wait_exit(timeout=10) == 0
+            inbox.wait_for(3)
+            first.start()
+            first.wait_for_log("standby for 'beat'")
+            first, second = second, first
+    assert inbox.copies() == []
+    assert all(row[3] for row in slots(pg_dsn)[:-1])
+    assert "Traceback" not in setup.logs()
+
+
+def test_a_killed_leader_is_replaced_when_its_lease_ends(beats, broker, pg_dsn):
+    """case 50: seconds, not 25 minutes; and the standby said whom it waits for."""
+    setup = beats()
+    first, second = start_two(setup)
+    assert f"pid {first.pid} leads" in second.logs()
+    first.kill()
+    began = time.monotonic()
+    poll(lambda: pid_of_leader(pg_dsn) == second.pid, timeout=TTL + SLACK)
+    assert time.monotonic() - began < TTL + 1 + SLACK
+
+
+@on_redis
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_a_slot_due_while_the_leader_dies_is_sent_once(beats, broker, pg_dsn, side):
+    """case 52: killed 0.1 s before and after a slot."""
+    setup = beats({"slow": 2.0}, conf={"syncguard_catch_up": "all"})
+    with Inbox(setup) as inbox:
+        first, _ = start_two(setup)
+        (message,) = inbox.wait_for(1)
+        time.sleep(2.0 + (-0.1 if side == "before" else 0.1) - (time.monotonic() - message.at))
+        first.kill()
+        inbox.wait_for(4)
+    instants = sorted(message.due_at for message in inbox.messages)
+    assert inbox.copies() == []
+    assert {round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)} == {2}
+
+
+# A leader that cannot know that it is one no more
+
+
+def frozen_between_claim_and_send(setup, inbox):
+    """Freeze the leader right before it publishes, let the other take over and send, and thaw it again."""
+    first, second = start_two(setup)
+    inbox.wait_for(2)
+    gate.open_gate("trap")
+    poll(lambda: gate.is_open("trapped"), timeout=20)
+    first.freeze()
+    second.wait_for_log("elected: this process", timeout=TTL + SLACK)
+    inbox.wait_for(3)
+    gate.open_gate("free")
+    first.thaw()
+    first.wait_for_log("no longer leads 'beat'|lost the lease")
+    inbox.wait_for(2)
+    return first, second
+
+
+def test_a_frozen_leader_sends_nothing_when_it_wakes_up(beats, broker, pg_dsn):
+    """case 45, case 48: frozen in the one place where it hurts, between its claim and its send."""
+    setup = beats(conf={"syncguard_catch_up": "all"})
+    with Inbox(setup) as inbox:
+        first, _ = frozen_between_claim_and_send(setup, inbox)
+    assert inbox.copies() == []
+    assert first.alive
+    assert "Traceback" not in setup.logs()
+
+
+@on_redis
+def test_without_the_last_look_a_frozen_leader_sends_a_second_time(beats, broker, pg_dsn):
+    """The negative control."""
+    setup = beats(conf={"syncguard_catch_up": "all"}, environment={"SYNCGUARD_TEST_WITHOUT_CHECK": "1"})
+    with Inbox(setup) as inbox:
+        frozen_between_claim_and_send(setup, inbox)
+        poll(inbox.copies, timeout=10)
+
+
+@on_redis
+def test_a_suspended_machine_owns_again_before_it_sends(beats, broker, pg_dsn):
+    """case 45: three times the ttl, alone."""
+    setup = beats()
+    with Inbox(setup) as inbox:
+        only = start(setup)
+        (message,) = inbox.wait_for(1)
+        only.freeze()
+        time.sleep(3 * TTL)
+        only.thaw()
+        poll(lambda: inbox.messages[-1].term > message.term, timeout=20)
+        only.wait_for_log("standby: this process no longer leads")
+    before = [one for one in inbox.messages if one.term == message.term]
+    after = [one for one in inbox.messages if one.term > message.term]
+    assert inbox.messages == before + after
+    assert (after[0].due_at - before[-1].due_at).total_seconds() > 2 * TTL - 1, "one missed slot, not all of them"
+    assert only.alive
+
+
+@on_redis
+def test_a_deleted_lease_row_ends_the_term_and_not_the_process(beats, broker, pg_dsn):
+    """case 54"""
+    setup = beats()
+    with Inbox(setup) as inbox:
+        only = start(setup)
+        (message,) = inbox.wait_for(1)
+        with psycopg.connect(pg_dsn, autocommit=True) as conn:
+            conn.execute("delete from syncguard_locks")
+        inbox.wait_until(lambda one: one.term > message.term)
+        assert only.alive
+    assert inbox.copies() == []
+    assert "Traceback" not in setup.logs()
+
+
+@on_redis
+def test_a_frozen_standby_and_a_starved_machine_change_nothing(beats, broker, pg_dsn):
+    """case 54: whoever is starved longer than its lease is not the leader any more, and knows it."""
+    setup = beats({"fast": 0.2})
+    with Inbox(setup) as inbox:
+        first, second = start_two(setup)
+        for node in (second, first, second, first):
+            node.freeze()
+            time.sleep(TTL + 0.5)
+            node.thaw()
+        inbox.wait_for(5)
+    assert inbox.copies() == []
+    assert first.alive
+    assert second.alive
+
+
+# Between claim and mark
+
+
+def test_a_leader_that_dies_before_it_sends_leaves_the_slot_to_the_next_one(beats, broker, pg_dsn):
+    """case 52: claimed, and killed before publishing."""
+    setup = beats({"slow": 4.0})
+    with Inbox(setup) as inbox:
+        start_two(setup)
+        gate.open_gate("kill")
+        poll(lambda: not gate.is_open("kill"), timeout=20)
+        (message,) = inbox.wait_for(1)
+    first_slot = slots(pg_dsn)[0]
+    assert (message.due_at, message.task_id, message.term) == (first_slot[1], first_slot[4], first_slot[2])
+    assert first_slot[3], "and marked by the one that sent it"
+
+
+@on_redis
+def test_a_leader_that_dies_before_it_marks_leaves_a_copy_that_run_once_answers(beats, broker, pg_dsn, history):
+    """case 52: published, and killed before the mark. The copy is the same task, so it runs once."""
+    setup = beats({"slow": {"every": 4.0, "task": "once"}})
+    with psycopg.connect(pg_dsn, autocommit=True) as conn, psycopg.connect(pg_dsn) as holding:
+        # The mark waits for a lock that the test holds.
+        conn.execute(
+            "create function hold() returns trigger language plpgsql as $$ begin "
+            "if new.sent_at is not null then perform pg_advisory_xact_lock(42); end if; return new; end $$"
+        )
+        conn.execute("create trigger hold before update on syncguard_beat_slots for each row execute function hold()")
+        holding.execute("select pg_advisory_xact_lock(42)")
+        with Inbox(setup) as inbox:
+            first, _ = start_two(setup)
+            (message,) = inbox.wait_for(1)
+            first.kill()
+            # Its server process does not know yet, and would still write the mark.
+            conn.execute("select pg_terminate_backend(pid) from pg_stat_activity where wait_event = 'advisory'")
+            holding.rollback()
+            copy = inbox.wait_until(lambda one: one is not message and one.due_at == message.due_at)
+        assert copy.task_id == message.task_id
+        assert copy.term > message.term
+    for one in (message, copy):
+        setup.module.once.apply_async(("slow",), task_id=one.task_id)
+    setup.start_worker(concurrency=1, pool="solo")
+    history.wait_for("run", task_id=message.task_id)
+    setup.worker.wait_for_log(
+        f"{message.task_id}.*(answered|done|succeeded)[^$]*{message.task_id}.*(answered|done|succeeded)"
+    )
+    assert history.count("run", task_id=message.task_id) == 1
+
+
+# The database
+
+
+@on_redis
+def test_without_a_database_nothing_is_sent_until_it_is_there(beats, broker, pg_dsn, pg_proxy):
+    """case 47"""
+    setup = beats(dsn=pg_proxy.dsn(pg_dsn))
+    pg_proxy.refuse()
+    with Inbox(setup) as inbox:
+        nodes = [start(setup) for _ in range(2)]
+        for node in nodes:
+            node.wait_for_log("cannot ask who leads")
+        time.sleep(1.5)  # longer than an interval: what must not come has had its time
+        assert inbox.messages == []
+        pg_proxy.accept()
+        inbox.wait_for(2)
+        assert all(node.alive for node in nodes)
+    assert inbox.copies() == []
+    assert "Traceback" not in setup.logs()
+
+
+@on_redis
+def test_a_leader_that_loses_the_database_steps_down_at_its_deadline_and_comes_back(beats, broker, pg_dsn, pg_proxy):
+    """case 48, case 62"""
+    setup = beats(dsn=pg_proxy.dsn(pg_dsn), conf={"syncguard_catch_up": "all"})
+    with Inbox(setup) as inbox:
+        only = start(setup)
+        (message,) = inbox.wait_for(1)
+        pg_proxy.stall()
+        only.wait_for_log("no longer leads 'beat'", timeout=TTL + SLACK)
+        count = len(inbox.messages)
+        time.sleep(2)
+        assert len(inbox.messages) == count
+        pg_proxy.resume()
+        pg_proxy.cut()
+        inbox.wait_until(lambda one: one.term > message.term)
+        inbox.wait_for(2)
+        assert only.alive
+    assert inbox.copies() == []
+    instants = sorted(one.due_at for one in inbox.messages)
+    assert {round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)} == {1}
+    assert "Traceback" not in setup.logs()
+
+
+@on_redis
+def test_terminated_backends_cost_no_slot(beats, broker, pg_dsn, pg_server):
+    """case 62: every second for a while; `scripts/beat-chaos` does it for as long as wanted."""
+    setup = beats(conf={"syncguard_catch_up": "all"})
+    with Inbox(setup) as inbox:
+        nodes = [start(setup) for _ in range(2)]
+        inbox.wait_for(1)
+        for _ in range(10):
+            pg_server.terminate_backends(pg_dsn.rpartition("/")[2])
+            time.sleep(1)
+        inbox.wait_for(2)
+        assert all(node.alive for node in nodes)
+    instants = sorted(one.due_at for one in inbox.messages)
+    assert inbox.copies() == []
+    assert {round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)} == {1}
+    assert "Traceback" not in setup.logs()
+
+
+@on_redis
+def test_a_database_without_our_tables_is_said_with_the_command_that_helps(beats, broker, empty_dsn):
+    setup = beats(dsn=empty_dsn)
+    node = start(setup)
+    node.wait_for_log("celery syncguard migrate")
+    assert node.alive
+
+
+# The broker
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("private_broker", ["redis", "rabbitmq"], indirect=True)
+def test_after_a_broker_outage_sends_resume_and_missed_slots_follow_the_rule(
+    celery_setup, private_broker, redis_db, pg_dsn
+):
+    """case 63: the health check says what is wrong meanwhile."""
+    schedule = {"fast": {"every": 1.0, "syncguard_catch_up": "all"}, "lazy": 1.0}
+    setup = celery_setup(
+        MODULE,
+        broker=private_broker,
+        conf={"syncguard_leader_ttl": TTL},
+        environment={SCHEDULE_VARIABLE: json.dumps(schedule)},
+    )
+    with Inbox(setup) as inbox:
+        nodes = start_two(setup)
+        inbox.wait_for(2)
+        private_broker.server.stop()
+        poll(lambda: "cannot send" in healthy(setup), timeout=40, interval=0.5)
+        private_broker.server.start()
+        poll(lambda: healthy(setup) == "", timeout=40, interval=0.5)
+        inbox.wait_for(4)
+        assert all(node.alive for node in nodes)
+    instants = sorted({one.due_at for one in inbox.of("fast")})
+    gaps = {round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)}
+    assert gaps == {1}, "all of them were sent in the end"
+    instants = sorted({one.due_at for one in inbox.of("lazy")})
+    gaps = [round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)]
+    assert max(gaps) > 3, "one of them was sent, the others were missed"
+    assert {one.task_id for one in inbox.messages if inbox.messages.count(one) > 1} == set()
+
+
+def healthy(setup):
+    """The complaint of the health check, empty if there is none."""
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-m", "celery", "-A", MODULE, "syncguard", "leader", "--healthy"],
+        capture_output=True,
+        text=True,
+        cwd=setup.folder,
+        env=setup.beat.environment,
+        timeout=60,
+    )
+    assert done.returncode in (0, 1), done.stderr
+    assert (done.returncode == 0) == (done.stderr == ""), done.stderr
+    return done.stderr
+
+
+@on_redis
+def test_a_broker_slower_than_the_lease_costs_neither_leadership_nor_slots(beats, broker, pg_dsn, redis_url):
+    """case 44: renewal does not depend on ticks."""
+    from dataclasses import replace
+    from urllib.parse import urlsplit
+
+    port = urlsplit(broker.url).port
+    with Proxy(port) as proxy:
+        slow = replace(broker, url=broker.url.replace(f":{port}", f":{proxy.port}"))
+        setup = beats(broker=slow, conf={"syncguard_catch_up": "all"})
+        setup.app.conf.broker_url = broker.url  # the reader's own way is not slow
+        with Inbox(setup) as inbox:
+            first, _second = start_two(setup)
+            (message,) = inbox.wait_for(1)
+            for _ in range(2):
+                proxy.stall()
+                time.sleep(1.7 * TTL)
+                proxy.resume()
+                inbox.wait_for(3)
+        assert {one.term for one in inbox.messages} == {message.term}
+        instants = sorted({one.due_at for one in inbox.messages})
+        assert {round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)} == {1}
+        assert inbox.copies() == []
+        assert "no longer leads" not in first.logs()
+
+
+# Configuration and clocks
+
+
+@on_redis
+def test_a_newer_schedule_changes_nothing_until_its_beat_leads(beats, broker, pg_dsn):
+    """case 51: a rolling deploy. And no entry is lost."""
+    setup = beats({"kept": 1.0, "old": 1.0})
+    newer = {SCHEDULE_VARIABLE: json.dumps({"kept": 1.0, "new": 1.0})}
+    with Inbox(setup) as inbox:
+        first, second = start_two(setup, environment=newer)
+        inbox.wait_for(6)
+        assert {one.entry for one in inbox.messages} == {"kept", "old"}
+        with psycopg.connect(pg_dsn) as conn:
+            before = conn.execute("select entry, removed_at from syncguard_beat_entries order by entry").fetchall()
+        assert before == [("kept", None), ("old", None)]
+        first.stop()
+        later = inbox.wait_for(8)
+        assert {one.entry for one in later[2:]} == {"kept", "new"}
+    kept = sorted(one.due_at for one in inbox.of("kept"))
+    assert {round((after - before).total_seconds()) for before, after in zip(kept, kept[1:], strict=False)} <= {1, 2}
+    assert inbox.copies() == []
+    second.stop()
+
+
+@on_redis
+@pytest.mark.parametrize("shift", [3600, -3600])
+def test_a_host_whose_clock_is_an_hour_off_sends_at_the_databases_time(beats, broker, pg_dsn, shift):
+    """case 52: with leaders that disagree on the time no slot comes early, late, or twice."""
+    setup = beats(conf={"syncguard_catch_up": "all"})
+    with Inbox(setup) as inbox:
+        first, _ = start_two(setup, environment={"SYNCGUARD_TEST_CLOCK_SHIFT": str(shift)})
+        inbox.wait_for(2)
+        first.stop()
+        inbox.wait_for(4)
+    instants = sorted(one.due_at for one in inbox.messages)
+    assert inbox.copies() == []
+    assert {round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)} == {1}
+    with psycopg.connect(pg_dsn) as conn:
+        (late,) = conn.execute(
+            "select max(abs(extract(epoch from sent_at - due_at))) from syncguard_beat_slots where sent_at is not null"
+        ).fetchone()
+    assert late < 30
+
+
+@on_redis
+@pytest.mark.parametrize("rule,expected", [("one", 1), ("skip", 0), ("all", 5)])
+def test_slots_missed_while_nobody_led_follow_the_rule_of_their_entry(beats, broker, pg_dsn, rule, expected):
+    """case 52"""
+    setup = beats({"hourly": {"every": 3600.0, "syncguard_catch_up": rule}, "fast": 1.0})
+    with Inbox(setup) as inbox:
+        node = start(setup)
+        inbox.wait_for(1)
+        node.stop()
+        with psycopg.connect(pg_dsn, autocommit=True) as conn:
+            conn.execute(
+                "update syncguard_beat_entries set last_due_at = last_due_at - interval '5.5 hours', "
+                "since_at = since_at - interval '6 hours' where entry = 'hourly'"
+            )
+        node.start()
+        inbox.wait_for(2, entry="fast")
+        poll(lambda: len(inbox.of("hourly")) >= expected)
+        inbox.wait_for(1, entry="fast")
+    assert len(inbox.of("hourly")) == expected
+    assert inbox.copies() == []
+
+
+@on_redis
+def test_a_duplicate_periodic_task_is_an_info_and_not_an_error(beats, broker, pg_dsn):
+    setup = beats({"alone": {"every": 1.0, "task": "alone"}})
+    node = start(setup)
+    node.wait_for_log(r"INFO.*'alone' is a duplicate")
+    assert "ERROR" not in node.logs()
+    assert "Traceback" not in node.logs()
+
+
+# Files, and beat inside a worker
+
+
+@on_redis
+@pytest.mark.parametrize("inner", [None, "celery.beat:PersistentScheduler"])
+def test_no_local_file_is_needed_for_a_start(beats, broker, pg_dsn, inner, tmp_path):
+    """case 66: corrupt schedule files, and a folder that nobody can write to (for root: one that does not exist)."""
+    setup = beats(conf={"syncguard_beat_scheduler": inner})
+    corrupt = tmp_path / "corrupt"
+    for suffix in ("", ".db", ".dat", ".dir"):
+        corrupt.with_name(f"corrupt{suffix}").write_bytes(b"\0garbage" * 100)
+    with Inbox(setup) as inbox:
+        for place in (corrupt, tmp_path / "no such folder" / "schedule"):
+            node = start(setup, "-s", str(place))
+            node.wait_for_log("elected: this process")
+            inbox.wait_for(1)
+            node.kill()
+            poll(lambda: pid_of_leader(pg_dsn) is None)
+        assert inbox.copies() == []
+
+
+@on_redis
+def test_a_killed_beat_starts_again_with_its_stale_pidfile(beats, broker, pg_dsn, tmp_path):
+    """case 66: the file names a process that is gone. (Without --pidfile there is none, which containers should use.)"""
+    pidfile = tmp_path / "beat.pid"
+    setup = beats()
+    with Inbox(setup) as inbox:
+        node = start(setup, "--pidfile", str(pidfile))
+        inbox.wait_for(1)
+        node.kill()
+        assert pidfile.exists()
+        node.start()
+        inbox.wait_for(1)
+
+
+@on_redis
+def test_beat_inside_a_worker_leads_and_hands_over_when_the_worker_stops(beats, broker, pg_dsn, history):
+    setup = beats(conf={"syncguard_leader_ttl": 60})
+    worker = setup.start_worker("-B", "--scheduler", "syncguard")
+    history.wait_for("run", count=1)
+    leader = pid_of_leader(pg_dsn)
+    assert leader in worker.children()
+    standby = start(setup)
+    standby.wait_for_log("standby for 'beat'")
+    worker.signal(SIGTERM)
+    poll(lambda: pid_of_leader(pg_dsn) == standby.pid, timeout=10)
+    assert worker.wait_exit(timeout=30) == 0
+
+
+# Seeing it
+
+
+@on_redis
+def test_the_commands_show_the_leader_its_slots_and_end_its_term(beats, broker, pg_dsn):
+    import subprocess
+    import sys
+
+    setup = beats({"fast": 0.5})
+
+    def syncguard(*arguments, code=0):
+        done = subprocess.run(
+            [sys.executable, "-m", "celery", "-A", MODULE, "syncguard", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=setup.folder,
+            env=setup.beat.environment,
+            timeout=60,
+        )
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
+
+    first, second = start_two(setup)
+    poll(lambda: len(slots(pg_dsn)) > 2)
+    shown = syncguard("leader")
+    assert f"pid {first.pid}" in shown
+    assert "term" in shown
+    facts = json.loads(syncguard("leader", "--json", "--healthy"))
+    assert facts["leading"]
+    assert facts["problem"] is None
+    rows = json.loads(syncguard("slots", "--json", "--limit", "2"))
+    assert [row["entry"] for row in rows] == ["fast", "fast"]
+    assert "TERM" in syncguard("slots")
+    assert f"pid {first.pid}" in syncguard("step-down")
+    poll(lambda: pid_of_leader(pg_dsn) == second.pid, timeout=5)
+    first.wait_for_log("no longer leads 'beat'")
+    second.stop()
+    first.stop()
+    assert "nobody leads" in syncguard("leader", "--healthy", code=1)
