@@ -117,9 +117,9 @@ def test_what_follows_an_answered_task_is_sent_again_since_it_may_never_have_bee
     workflow = chain(module.work.si("head"), module.work.si("tail"))
     result = workflow.apply_async()
     result.get(timeout=30)
-    (message,) = [row for row in history.events("start", key="head")]
+    (head,) = history.events("start", key="head")
     tail = module.work.si("tail").set(task_id=result.id)
-    module.work.apply_async(("head",), task_id=message.task_id, chain=[tail])
+    module.work.apply_async(("head",), task_id=head.task_id, chain=[tail])
     history.wait_for("answered", count=2)
     assert history.count("start") == 2
 
