@@ -16,7 +16,7 @@ from celery.result import EagerResult
 from celery.states import SUCCESS
 
 from celery_syncguard import binding, dedup
-from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, NoLease
+from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, NoLease, TooManyDeaths
 from celery_syncguard.key import Fence
 from celery_syncguard.lease import Lease
 from celery_syncguard.message import HEADER, header_of
@@ -42,6 +42,9 @@ class LockedTask(Task):  # type: ignore[misc]
 
     #: Whether STARTED is stored, as `track_started` and `task_track_started` say; `run.Run` does it.
     reports_start: ClassVar[bool] = False
+
+    #: A task that kills its process shall not come back for ever, whatever it retries.
+    dont_autoretry_for: ClassVar[tuple[type[BaseException], ...]] = (TooManyDeaths,)
 
     _plan: ClassVar[Plan | None] = None
 

@@ -8,6 +8,7 @@ import uuid
 from datetime import datetime, timedelta, timezone
 
 import pytest
+from celery import Celery
 
 from tests.acceptance.test_retries import NOTHING, rows_left
 from tests.fixtures.polling import poll
@@ -122,6 +123,20 @@ def test_what_is_done_is_answered_with_its_first_result(celery_setup, broker, pg
     assert task.delay("a").get(timeout=30) == "a"
     assert result.get(timeout=30) == "a"
     assert [row.task_id for row in history.events("start")].count(result.id) == 1
+
+
+def test_messages_from_producers_without_our_code_are_locked_by_the_worker(celery_setup, broker, pg_dsn, history):
+    """case 20, case 21"""
+    setup = celery_setup(MODULE)
+    worker = setup.start_worker()
+    producer = Celery("elsewhere", broker=broker.url, backend=broker.result_backend, set_as_current=False)
+    producer.conf.task_default_queue = broker.queue
+    with producer:
+        results = [producer.send_task(f"{MODULE}.work", kwargs={"key": "a", "gate_name": "go"}) for _ in range(2)]
+        worker.wait_for_log("not run, comes back")
+        setup.open_gate("go")
+        assert [result.get(timeout=30) for result in results] == ["a", "a"]
+    assert history.overlaps() == []
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)

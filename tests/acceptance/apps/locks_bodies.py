@@ -205,12 +205,15 @@ def die(self, key, manner, gate_name=None):
     _die(self, key, manner, gate_name)
 
 
-@app.task(bind=True, acks_late=True, reject_on_worker_lost=True, lock_max_deaths=2, **LOCKED)
+DIES_AGAIN = {"bind": True, "acks_late": True, "reject_on_worker_lost": True}
+
+
+@app.task(lock_max_deaths=2, autoretry_for=(Exception,), max_retries=None, **DIES_AGAIN, **LOCKED)
 def die_again(self, key, manner):
     _die(self, key, manner)
 
 
-@app.task(bind=True, acks_late=True, reject_on_worker_lost=True, base=Task)
+@app.task(base=Task, **DIES_AGAIN)
 def plain_die_again(self, key, manner):
     _die(self, key, manner)
 
