@@ -13,6 +13,7 @@ Not here: what is said to the server (`postgres`), and the caller's connections 
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from typing import Any
 import psycopg
 import psycopg.conninfo
 import psycopg_pool
+from psycopg import waiting
 
 from celery_syncguard import clock
 from celery_syncguard.errors import ImproperlyConfigured, StoreUnavailable
@@ -81,16 +83,23 @@ def describe_dsn(dsn: str) -> str:
     return f"{name} at {host}:{port}"
 
 
+#: Whether psycopg's fast wait asks a generator again while nothing is ready. Before 3.3 only those in Python did.
+_ASKS_AGAIN = "timeout" in inspect.signature(psycopg.Connection.wait).parameters
+
+
 class Connection(psycopg.Connection[tuple[Any, ...]]):
     """A connection that does not wait for ever: after `patience` seconds without an answer it is given up."""
 
     patience = 10.0
 
     def wait(self, gen: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
-        return super().wait(self._patient(gen), *args, **kwargs)
+        if _ASKS_AGAIN:
+            return super().wait(self._patient(gen), *args, **kwargs)
+        interval = kwargs.get("interval", args[0] if args else None)
+        return waiting.wait_selector(self._patient(gen), self.pgconn.socket, interval=interval or 0.1)
 
     def _patient(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        # psycopg asks its generators again every tenth of a second, with "nothing is ready yet".
+        # The generator is asked again after each interval, with "nothing is ready yet".
         give_up_at = clock.now() + self.patience
         try:
             wanted = next(gen)
