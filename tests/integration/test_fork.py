@@ -34,7 +34,7 @@ def child(number):
                 assert own.renew()
             with guard.hold("shared", wait=30) as own:
                 own.check()
-        own = guard.try_acquire(f"kept:{number}", ttl=0.6)
+        own = guard.try_acquire(f"kept:{number}", ttl=2.0)
         moved = own.deadline
         give_up_at = clock.now() + 20
         while own.deadline == moved:                    # the child has a renewer of its own

@@ -63,16 +63,16 @@ def rival(guard: SyncGuard, key: str = "k") -> Any:
 
 def test_a_lease_outlives_its_ttl_by_far(guard: SyncGuard) -> None:
     """case 23"""
-    lease = acquire(guard, ttl=0.6)
+    lease = acquire(guard, ttl=2.0)
     renewed = renewals(lease)
-    poll(lambda: renewed() >= 8)
+    poll(lambda: renewed() >= 5)
     lease.check()
     assert not isinstance(rival(guard), Grant)
 
 
 def test_without_the_renewer_the_same_lease_is_taken_over(guard: SyncGuard) -> None:
     """The negative control."""
-    lease = acquire(guard, ttl=0.6)
+    lease = acquire(guard, ttl=2.0)
     guard._renewer.remove(lease)
     grant = poll(lambda: answer if isinstance(answer := rival(guard), Grant) else None)
     assert grant.fence > lease.fence
@@ -291,7 +291,7 @@ for line in sys.stdin:
 
 
 def test_a_forgotten_lease_is_not_kept_alive(guard: SyncGuard) -> None:
-    kept, dropped = acquire(guard, "kept", ttl=0.6), acquire(guard, "dropped", ttl=0.6)
+    kept, dropped = acquire(guard, "kept", ttl=2.0), acquire(guard, "dropped", ttl=2.0)
     lock_id = dropped.lock_id
     del dropped
     gc.collect()

@@ -21,7 +21,7 @@ def test_exactly_one_wins_behind_a_pooler(pgbouncer_dsn: str) -> None:
 
 def test_a_lease_lives_is_proved_and_is_released_behind_a_pooler(pgbouncer_dsn: str, pg_dsn: str) -> None:
     with SyncGuard(pgbouncer_dsn) as guard:
-        lease = guard.try_acquire("k", ttl=0.6)
+        lease = guard.try_acquire("k", ttl=2.0)
         assert lease is not None
         deadline = lease.deadline
         poll(lambda: lease.deadline > deadline + 0.5)
