@@ -51,7 +51,7 @@ from celery_syncguard.events import logger
 from celery_syncguard.leadership import Leadership
 from celery_syncguard.lease import Lease
 from celery_syncguard.pool import describe_dsn
-from celery_syncguard.slots import EntryRow, Slot, Slots, open_slots
+from celery_syncguard.slots import Slot, Slots, open_slots
 from celery_syncguard.timetable import choose, describe, due_between, grid_start, next_due, once_only
 
 __all__ = ["LeaderScheduler"]
@@ -315,7 +315,9 @@ class _Place:
     text: str
     runs: int
     counted: datetime  # slots up to here have been looked at
-    next_due: datetime | None
+    since: datetime  # slots up to here are nobody's to send
+    planned: bool = False
+    next_due: datetime | None = None
     pending: list[datetime] = dataclasses.field(default_factory=list)  # due and to be sent, in order
     unsent: set[datetime] = dataclasses.field(default_factory=set)  # claimed and not sent
 
@@ -445,7 +447,15 @@ class _SlotSending:
             self._unsent.setdefault(name, set()).update(self._places.pop(name).unsent)
         for name, row in entered.entries.items():
             if name not in self._places:
-                self._places[name] = self._place(schedule[name].schedule, row, self._unsent.pop(name, set()))
+                unsent = self._unsent.pop(name, set())
+                self._places[name] = _Place(
+                    text=row.schedule,
+                    runs=row.runs,
+                    counted=row.last_due_at,
+                    since=row.since_at,
+                    pending=sorted(unsent),
+                    unsent=unsent,
+                )
         for name, instants in list(self._unsent.items()) if first else ():
             # Claimed by an earlier leader for an entry that this one does not have.
             for due_at in instants:
@@ -453,13 +463,15 @@ class _SlotSending:
                 self._slots.drop(Slot(name, due_at), term=int(self._lease.fence))
             del self._unsent[name]
 
-    def _place(self, plan: Any, row: EntryRow, unsent: set[datetime]) -> _Place:
-        counted = grid_start(plan, last_due_at=row.last_due_at, since_at=row.since_at)
+    def _plan(self, plan: Any, place: _Place) -> None:
+        """Find the next slot. Asks the schedule, which may be anybody's code."""
+        place.counted = grid_start(plan, last_due_at=place.counted, since_at=place.since)
         instant = once_only(plan)
-        due = (instant if row.runs == 0 else None) if instant is not None else next_due(plan, counted)
-        return _Place(
-            text=row.schedule, runs=row.runs, counted=counted, next_due=due, pending=sorted(unsent), unsent=unsent
-        )
+        if instant is None:
+            place.next_due = next_due(plan, place.counted)
+        else:
+            place.next_due = instant if place.runs == 0 else None
+        place.planned = True
 
     def is_due(self, entry: Any) -> tuple[bool, float]:
         """As Celery's: whether to send it now, and the seconds after which to look again."""
@@ -473,6 +485,9 @@ class _SlotSending:
             if place is None:
                 return False, self.max_interval
         now = self._now()
+        if not place.planned:
+            self._plan(entry.schedule, place)
+            self._settle(entry, place, place.pending, now)
         if place.next_due is not None and place.next_due <= now:
             self._refill(entry, place, now)
         if place.pending:
@@ -494,18 +509,22 @@ class _SlotSending:
         else:
             slots, more = due_between(plan, after=place.counted, now=now)
         candidates = sorted({*place.pending, *slots})
-        place.pending = choose(candidates, now=now, rule=self._rule_of(entry))
+        self._settle(entry, place, candidates, now)
         if len(candidates) > 1 or more or not place.pending:
             # While the broker is away this comes again with every attempt.
             level = logger.debug if self._broker_failures else logger.info
             counted = f"{'more than ' if more else ''}{len(candidates)}"
             level("%r has %s slot(s) due, sending %d of them by its rule", entry.name, counted, len(place.pending))
-        for due_at in place.unsent.difference(place.pending):
-            self._slots.drop(Slot(entry.name, due_at), term=int(self._lease.fence))
-            place.unsent.discard(due_at)
         if slots:
             place.counted = slots[-1]
         place.next_due = None if instant is not None else next_due(plan, place.counted)
+
+    def _settle(self, entry: Any, place: _Place, candidates: list[datetime], now: datetime) -> None:
+        """Of these due slots send what the rule says, and give up those that were claimed and are not among them."""
+        place.pending = choose(candidates, now=now, rule=self._rule_of(entry))
+        for due_at in place.unsent.difference(place.pending):
+            self._slots.drop(Slot(entry.name, due_at), term=int(self._lease.fence))
+            place.unsent.discard(due_at)
 
     def _willing(self, entry: Any, place: _Place) -> tuple[bool, float]:
         """What the entry's own class says, where it has an opinion of its own."""

@@ -52,16 +52,15 @@ def entries(text):
     """{"fast": 1.0, "daily": "30 2", "chatty": {"every": 2, "syncguard_catch_up": "all"}} as a `beat_schedule`."""
     found = {}
     for name, given in json.loads(text).items():
-        options, task = {}, note.name
-        if isinstance(given, dict):
-            options = {key: value for key, value in given.items() if key not in ("every", "task")}
-            task = app.tasks[f"{__name__}.{given['task']}"].name if "task" in given else task
-            given = given["every"]
-        if isinstance(given, str):
-            minute, hour = given.split()
+        facts = given if isinstance(given, dict) else {"every": given}
+        options = {key: value for key, value in facts.items() if key not in ("every", "task")}
+        task = f"{__name__}.{facts['task']}" if "task" in facts else note.name
+        every = facts["every"]
+        if isinstance(every, str):
+            minute, hour = every.split()
             schedule = crontab(minute=minute, hour=hour)
         else:
-            schedule = timedelta(seconds=given)
+            schedule = timedelta(seconds=every)
         args = (beat.BeatLazyFunc(trap, name),)
         found[name] = {"task": task, "schedule": schedule, "args": args, "options": options}
     return found

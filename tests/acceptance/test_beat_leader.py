@@ -140,7 +140,9 @@ def test_a_slot_due_while_the_leader_dies_is_sent_once(beats, broker, pg_dsn, si
         inbox.wait_for(4)
     instants = sorted(message.due_at for message in inbox.messages)
     assert inbox.copies() == []
-    assert {round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)} == {2}
+    assert {round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)} == {
+        2
+    }
 
 
 # A leader that cannot know that it is one no more
@@ -319,7 +321,9 @@ def test_a_leader_that_loses_the_database_steps_down_at_its_deadline_and_comes_b
         assert only.alive
     assert inbox.copies() == []
     instants = sorted(one.due_at for one in inbox.messages)
-    assert {round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)} == {1}
+    assert {round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)} == {
+        1
+    }
     assert "Traceback" not in setup.logs()
 
 
@@ -337,7 +341,9 @@ def test_terminated_backends_cost_no_slot(beats, broker, pg_dsn, pg_server):
         assert all(node.alive for node in nodes)
     instants = sorted(one.due_at for one in inbox.messages)
     assert inbox.copies() == []
-    assert {round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)} == {1}
+    assert {round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)} == {
+        1
+    }
     assert "Traceback" not in setup.logs()
 
 
@@ -422,7 +428,9 @@ def test_a_broker_slower_than_the_lease_costs_neither_leadership_nor_slots(beats
                 inbox.wait_for(3)
         assert {one.term for one in inbox.messages} == {message.term}
         instants = sorted({one.due_at for one in inbox.messages})
-        assert {round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)} == {1}
+        assert {
+            round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)
+        } == {1}
         assert inbox.copies() == []
         assert "no longer leads" not in first.logs()
 
@@ -463,7 +471,9 @@ def test_a_host_whose_clock_is_an_hour_off_sends_at_the_databases_time(beats, br
         inbox.wait_for(4)
     instants = sorted(one.due_at for one in inbox.messages)
     assert inbox.copies() == []
-    assert {round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)} == {1}
+    assert {round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)} == {
+        1
+    }
     with psycopg.connect(pg_dsn) as conn:
         (late,) = conn.execute(
             "select max(abs(extract(epoch from sent_at - due_at))) from syncguard_beat_slots where sent_at is not null"

@@ -11,6 +11,7 @@ import pytest
 
 from tests.acceptance.inbox import Inbox
 from tests.acceptance.tasks_of_beat import SCHEDULE_VARIABLE
+from tests.fixtures.cluster import ROOT
 from tests.fixtures.polling import poll
 
 TTL = 3.0
@@ -93,7 +94,7 @@ def django_setup(celery_setup, broker, pg_dsn, tmp_path):
             "-c",
             f"import {DJANGO}; from django.core.management import call_command; call_command('migrate')",
         ],
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=True,
         capture_output=True,
     )

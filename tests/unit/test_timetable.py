@@ -57,7 +57,7 @@ def test_an_entry_for_every_hour_follows_real_time(zone, which, minute, per_hour
     slots = night(zone, which, minute=minute)
     assert len(slots) == 24 * per_hour
     utc = [slot.astimezone(UTC) for slot in slots]
-    assert {after - before for before, after in zip(utc, utc[1:])} == {timedelta(minutes=60 // per_hour)}
+    assert {after - before for before, after in zip(utc, utc[1:], strict=False)} == {timedelta(minutes=60 // per_hour)}
 
 
 @pytest.mark.parametrize("zone", NIGHTS)

@@ -1,0 +1,242 @@
+"""The leader's scheduler without a server: state in memory, messages on Celery's memory transport."""
+
+import gc
+import os
+import signal
+import threading
+from datetime import timedelta
+
+import pytest
+from celery import Celery, beat
+from celery.schedules import crontab
+
+from celery_syncguard import binding, clock
+from celery_syncguard.beat import LeaderScheduler, scheduler_class, undisturbed
+from celery_syncguard.errors import ImproperlyConfigured
+from tests.fixtures.polling import poll
+
+
+class Clock:
+    """A hand that moves both the local and the wall clock."""
+
+    def __init__(self, monkeypatch):
+        self.ahead = 0.0
+        right_now, right_wall = clock.now, clock.wall_ms
+        monkeypatch.setattr(clock, "now", lambda: right_now() + self.ahead)
+        monkeypatch.setattr(clock, "wall_ms", lambda: right_wall() + int(self.ahead * 1000))
+
+
+def make_app(schedule=None, **conf):
+    app = Celery("beat", broker="memory://", set_as_current=False)
+    app.conf.update({"syncguard_dsn": "memory://", "syncguard_leader_ttl": 30, "beat_schedule": schedule or {}, **conf})
+
+    @app.task(name="note", shared=False)
+    def note():
+        """Never runs here."""
+
+    return app
+
+
+def every(seconds, **options):
+    return {"task": "note", "schedule": timedelta(seconds=seconds), "options": options}
+
+
+@pytest.fixture
+def scheduler():
+    made = []
+
+    def make(app):
+        made.append(LeaderScheduler(app=app, max_interval=None, lazy=False))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def lead(one):
+    """Tick until it leads and has its schedule."""
+    poll(lambda: one.tick() is not None and one._inner is not None and one._inner._heap is not None)
+    return one
+
+
+def sent(one):
+    return [(row.entry, row.due_at) for row in reversed(one._slots.recent(limit=10_000)) if row.sent_at]
+
+
+def test_constructing_connects_to_nothing_and_starts_nothing():
+    """Celery builds it twice, once only for the banner."""
+    app = make_app()
+    app.conf.syncguard_dsn = "postgresql://nobody@127.0.0.1:1/nothing"
+    app.conf.broker_url = "amqp://127.0.0.1:1//"
+    before = set(threading.enumerate())
+    one = LeaderScheduler(app=app, lazy=True)
+    two = LeaderScheduler(app=app, lazy=False)
+    assert set(threading.enumerate()) == before
+    assert "leader key" in one.info
+    assert "127.0.0.1:1" in one.info
+    for _ in range(2):
+        one.close()
+        two.close()
+
+
+@pytest.mark.parametrize(
+    "conf",
+    [
+        {"syncguard_dsn": "mysql://x/y"},
+        {"syncguard_leader_ttl": 1},
+        {"syncguard_catch_up": "some"},
+        {"syncguard_beat_scheduler": "no.such:Scheduler"},
+        {"syncguard_beat_scheduler": "celery_syncguard.beat:LeaderScheduler"},
+        {"syncguard_beat_scheduler": "celery:Celery"},
+        {"syncguard_leader_tl": 3},
+    ],
+)
+def test_a_setting_that_cannot_be_meant_ends_beat_at_its_start(conf):
+    app = make_app(**conf)
+    with pytest.raises(ImproperlyConfigured):
+        LeaderScheduler(app=app, lazy=True)
+
+
+def test_slots_lie_on_a_grid_whatever_the_ticks_do(scheduler, monkeypatch):
+    hand = Clock(monkeypatch)
+    one = lead(scheduler(make_app({"a": every(10)}, syncguard_catch_up="all")))
+    for step in (3.3, 10.0, 9.1, 31.0, 0.5, 12.2):
+        hand.ahead += step
+        one._guard._renewer.renew_now(one._term) if one._term and one._term.remaining else None
+        for _ in range(6):
+            one.tick()
+        poll(lambda: one.tick() is not None and one._inner is not None)
+    instants = [due for _, due in sent(one)]
+    assert len(instants) >= 6
+    assert {after - before for before, after in zip(instants, instants[1:], strict=False)} == {timedelta(seconds=10)}
+
+
+def test_an_entry_that_cannot_be_understood_does_not_stop_the_others(scheduler, monkeypatch, caplog):
+    hand = Clock(monkeypatch)
+
+    class Broken(crontab):
+        def remaining_estimate(self, last_run_at):
+            raise LookupError("never")
+
+    app = make_app({"bad": {"task": "note", "schedule": Broken()}, "good": every(10)})
+    one = lead(scheduler(app))
+    hand.ahead += 11
+    poll(lambda: one.tick() is not None and ("good" in {entry for entry, _ in sent(one)}))
+    assert "bad" in caplog.text
+
+
+def test_a_message_that_can_never_be_sent_is_given_up_loudly_and_alone(scheduler, monkeypatch, caplog):
+    hand = Clock(monkeypatch)
+    bad = every(10)
+    bad["args"] = (object(),)
+    one = lead(scheduler(make_app({"bad": bad, "good": every(10)})))
+    hand.ahead += 11
+    poll(lambda: one.tick() is not None and "good" in {entry for entry, _ in sent(one)})
+    poll(lambda: one.tick() is not None and "'bad' cannot be sent" in caplog.text)
+    (row,) = one._slots.recent(entry="bad")
+    assert row.dropped_at is not None
+
+
+def test_the_option_for_catching_up_does_not_reach_the_message(scheduler, monkeypatch):
+    hand = Clock(monkeypatch)
+    app = make_app({"a": every(10, syncguard_catch_up="all", priority=3)})
+    seen = []
+    right = app.send_task
+    monkeypatch.setattr(app, "send_task", lambda *args, **kwargs: seen.append(kwargs) or right(*args, **kwargs))
+    del app.tasks["note"]  # so that beat sends by name
+    one = lead(scheduler(app))
+    hand.ahead += 11
+    poll(lambda: one.tick() is not None and seen)
+    assert seen[0]["priority"] == 3
+    assert "syncguard_catch_up" not in seen[0]
+    assert set(seen[0]["headers"]) == {"syncguard_term", "syncguard_due_at", "celery_beat_task"}
+    assert app.conf.beat_schedule["a"]["options"] == {"syncguard_catch_up": "all", "priority": 3}
+
+
+def test_memory_stays_flat_over_many_ticks_and_terms(scheduler, monkeypatch):
+    """case 67: slots, changes of the schedule, and terms that come and go."""
+    hand = Clock(monkeypatch)
+    app = make_app({"a": every(1), "b": every(7)}, syncguard_leader_ttl=3600)
+    one = lead(scheduler(app))
+
+    def work(rounds):
+        for number in range(rounds):
+            hand.ahead += 1
+            one.tick()
+            one.tick()
+            if number % 50 == 0 and one._inner is not None:
+                one._inner.schedule["b"] = one._inner.Entry(
+                    name="b", task="note", schedule=timedelta(seconds=7 + number % 3), app=app
+                )
+            if number % 400 == 0:
+                one._retire(ended=True)
+            if number % 100 == 0:
+                one._slots.prune(older=5.0)
+                app.connection_for_write().default_channel.queue_purge("celery")
+        gc.collect()
+        return len(gc.get_objects())
+
+    work(600)
+    before = work(600)
+    after = work(2400)
+    assert after < before * 1.03 + 2000
+
+
+def test_close_in_mid_tick_hands_over_and_leaves_the_rest_to_the_second_call(scheduler):
+    """Celery calls it in its signal handler, and again when the tick is unwound."""
+    one = lead(scheduler(make_app({"a": every(10)})))
+    inner = one._inner
+    closed = []
+    inner.close = lambda: closed.append(1)
+    one._ticking = True
+    one.close()
+    assert not one.leadership.leading
+    assert closed == []
+    one._ticking = False
+    one.close()
+    one.close()
+    assert closed == [1]
+    assert one.tick() > 0
+
+
+def test_a_signal_waits_for_the_end_of_a_send_and_a_second_one_does_not():
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("TERM"))
+    try:
+        with undisturbed():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert heard == []
+        poll(lambda: heard == ["TERM"])
+        with undisturbed():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert heard == ["TERM"]
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert heard == ["TERM", "TERM"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_standby_has_no_schedule_and_looks_often():
+    app = make_app({"a": every(1)})
+    one = LeaderScheduler(app=app, lazy=False)
+    guard = binding.guard_for(app)
+    from celery_syncguard.leadership import leader_lock_key
+    from celery_syncguard.store import Acquire
+
+    held = guard.acquire(Acquire(key=leader_lock_key("beat"), lock_id="x" * 22, ttl=60, holder="another"))
+    try:
+        assert 0 < one.tick() < 1
+        poll(lambda: one.tick() and one.leadership.leader is not None)
+        assert one.schedule == {}
+        assert not one.should_sync()
+        assert one._slots.recent() == []
+    finally:
+        held.release()
+        one.close()
+
+
+def test_the_plain_scheduler_is_the_schedule_inside_unless_another_is_named():
+    assert scheduler_class(None) is beat.Scheduler
+    assert scheduler_class("celery.beat:PersistentScheduler") is beat.PersistentScheduler
+    assert scheduler_class(beat.PersistentScheduler) is beat.PersistentScheduler
