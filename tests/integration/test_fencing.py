@@ -53,7 +53,7 @@ def connection(pg_dsn: str) -> Iterator[Connection]:
         yield connection
 
 
-def left_alone(guard: SyncGuard, key: str = "k", *, ttl: float = 0.5) -> Lease:
+def left_alone(guard: SyncGuard, key: str = "k", *, ttl: float = 1.0) -> Lease:
     """A lease whose holder is about to pause: it believes in it for long, and nobody renews it."""
     lease = guard.try_acquire(key, ttl=ttl)
     assert lease is not None
@@ -80,8 +80,10 @@ def balance(connection: Connection) -> int:
 def test_nobody_takes_the_lock_over_until_a_fenced_transaction_ends(
     kind: str, pg_dsn: str, guard: SyncGuard, connection: Connection
 ) -> None:
-    lease = left_alone(guard)
     with CALLERS[kind](pg_dsn) as begin:
+        with begin():
+            pass  # connected from now on
+        lease = left_alone(guard)
         with begin() as conn:
             lease.fenced(conn)
             expire(guard)
@@ -210,9 +212,9 @@ def test_in_autocommit_a_proof_is_refused_because_it_would_protect_nothing(
 def test_a_proof_holds_at_every_isolation_level(
     level: psycopg.IsolationLevel, guard: SyncGuard, connection: Connection, pg_dsn: str
 ) -> None:
-    lease = left_alone(guard)
     with closing(psycopg.connect(pg_dsn)) as conn:
         conn.isolation_level = level
+        lease = left_alone(guard)
         with conn.transaction():
             lease.fenced(conn)
             expire(guard)
