@@ -197,3 +197,21 @@ def test_a_callback_whose_key_cannot_be_made_fails_itself_and_not_its_parent(hel
         poll(lambda: parent.children)[0].get(timeout=30)
     held.setup.open_gate("release")
     poll(lambda: rows_left(pg_dsn) == NOTHING)
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_a_result_backend_that_looks_for_the_end_of_a_chord_finds_it(celery_setup, broker, pg_dsn, history, tmp_path):
+    """case 79. Unlike Redis, which counts parts as they come in."""
+    results = tmp_path / "results"
+    results.mkdir()
+    setup = celery_setup(MODULE, conf={"result_backend": results.as_uri(), "result_chord_retry_interval": 0.2})
+    setup.start_worker(concurrency=2)
+    tasks = setup.module
+    tasks.hold.delay("held")
+    history.wait_for("holds")
+    blocked = tasks.step.s(key="held", tag="never").set(lock_on_held="skip")
+    marker, free = chord([blocked, tasks.plain.s(tag="free")], tasks.collect.s(tag="all")).apply_async().get(timeout=60)
+    assert marker["key"] == "held"
+    assert free == "free"
+    assert isinstance(chain(blocked, tasks.plain.s(tag="never")).apply_async().get(timeout=30), Skipped)
+    setup.open_gate("release")

@@ -3,7 +3,6 @@
 import statistics
 import time
 
-import kombu
 import psutil
 import psycopg
 import pytest
@@ -47,16 +46,6 @@ def watch(guard, holders, *, timeout=30):
 
     poll(lambda: all_are_free(), timeout=timeout, interval=0.01)
     return {key: max(0.0, freed[key] - died.get(key, freed[key])) for key in holders}
-
-
-@pytest.fixture
-def second_queue(broker):
-    """For a worker that is to get other messages than the rest."""
-    name = f"{broker.queue}-second"
-    yield name
-    if broker.kind == "rabbitmq":
-        with kombu.Connection(broker.url, connect_timeout=4) as connection:
-            connection.channel().queue_delete(name)
 
 
 @pytest.mark.smoke

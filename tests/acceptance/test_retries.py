@@ -1,5 +1,7 @@
 """Retries: the next attempt always runs, waiting for a lock is not a retry, and nothing is left behind."""
 
+import time
+
 import psycopg
 import pytest
 from celery import chord, group
@@ -89,16 +91,17 @@ def test_without_a_lock_the_next_attempt_overlaps_the_first(celery_setup, broker
 
 
 def test_waiting_for_a_lock_uses_up_no_retries_keeps_the_whole_message_and_stops_at_expires(
-    celery_setup, broker, pg_dsn, history
+    celery_setup, broker, second_queue, pg_dsn, history
 ):
     setup = celery_setup(
         MODULE, conf={"task_queue_max_priority": 5, "broker_transport_options": {"priority_steps": [0, 3]}}
     )
-    setup.start_worker(concurrency=1)
+    setup.start_worker("-Q", f"{broker.queue},{second_queue}", concurrency=1)
     describe, note = setup.module.describe, setup.module.note
 
     def publish(key):
         single = describe.s(key).set(
+            queue=second_queue,
             priority=3,
             expires=600,
             time_limit=300,
@@ -131,13 +134,17 @@ def test_waiting_for_a_lock_uses_up_no_retries_keeps_the_whole_message_and_stops
     with SyncGuard(pg_dsn) as guard, guard.hold("held"):
         held, ends = publish("held")
         expiring = describe.apply_async(["held"], expires=2)
+        expired_at = time.monotonic() + 2
 
         def every_message_came_back_several_times():
             for result in held:
                 assert setup.worker.logs().count(f"[{result.id}] not run, comes back") >= 2
 
         poll(every_message_came_back_several_times, timeout=30)
-        poll(lambda: expiring.state == "REVOKED", timeout=30)
+        poll(lambda: time.monotonic() > expired_at)
+        if broker.kind == "redis":
+            # RabbitMQ throws an expired message away by itself, and nobody hears of it.
+            poll(lambda: expiring.state == "REVOKED", timeout=30)
         assert not any(result.ready() for result in held)
     found = [result.get(timeout=30) for result in held]
     for end in ends:

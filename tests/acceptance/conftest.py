@@ -1,0 +1,18 @@
+"""Fixtures of more than one module here."""
+
+from collections.abc import Iterator
+
+import kombu
+import pytest
+
+from tests.fixtures.cluster import Broker
+
+
+@pytest.fixture
+def second_queue(broker: Broker) -> Iterator[str]:
+    """Name of one more queue of this test, for a worker that is to get other messages than the rest."""
+    name = f"{broker.queue}-second"
+    yield name
+    if broker.kind == "rabbitmq":
+        with kombu.Connection(broker.url, connect_timeout=4) as connection:
+            connection.channel().queue_delete(name)
