@@ -183,6 +183,9 @@ class _Undertaker:
 
     def _wake(self) -> None:
         self._loop.start()
+        self._break_poll()
+
+    def _break_poll(self) -> None:
         if self._wake_fds is not None:
             with contextlib.suppress(BlockingIOError):  # enough wake-ups are under way
                 os.write(self._wake_fds[1], b"x")
@@ -221,13 +224,14 @@ class _Undertaker:
         if self._binding is None or self._owner != os.getpid():
             return
         until = clock.now() + 1.0
+        self._loop.stop(wait=False)
+        self._break_poll()
         self._loop.stop(timeout=0.5)
         # A cold shutdown has just killed the children: see them off, within reason.
         if self._poll is not None:
             while clock.now() < until and (self._work or any(not _alive(pid) for pid in self._watched)):
                 self._step()
-        if self._binding.guard is not None:
-            self._binding.close()
+        self._binding.close()
         self._binding = None
 
 
