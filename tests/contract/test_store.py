@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import uuid
 from collections.abc import Callable, Iterator
 from multiprocessing.managers import BaseManager
 from typing import Any
@@ -11,9 +12,22 @@ import psycopg
 import pytest
 
 from celery_syncguard.memory import MemoryStore
+from celery_syncguard.migrate import migrate
 from celery_syncguard.postgres import PostgresStore
 from celery_syncguard.store import Acquire, Grant, Held, LockStore
 from celery_syncguard.testing import StoreContract, race_processes, race_threads
+
+_TABLES = "syncguard_locks, syncguard_fence_counters, syncguard_completions, syncguard_claims, syncguard_deaths"
+
+
+@pytest.fixture(scope="module")
+def shared_dsn(pg_server: Any) -> Iterator[str]:
+    """One database for all tests here, which is quicker to empty than to make."""
+    name = f"contract_{uuid.uuid4().hex[:12]}"
+    pg_server.execute(f"create database {name}")
+    migrate(pg_server.dsn(name))
+    yield pg_server.dsn(name)
+    pg_server.execute(f"drop database {name} with (force)")
 
 
 class TestStore(StoreContract):
@@ -25,14 +39,14 @@ class TestStore(StoreContract):
 
     @pytest.fixture
     def store(self, kind: str, request: pytest.FixtureRequest) -> Iterator[LockStore]:
-        store = MemoryStore() if kind == "memory" else open_postgres(request.getfixturevalue("pg_dsn"))
+        store = MemoryStore() if kind == "memory" else open_postgres(empty(request.getfixturevalue("shared_dsn")))
         yield store
         store.close()
 
     @pytest.fixture
     def reopen(self, kind: str, request: pytest.FixtureRequest) -> Iterator[Callable[[], LockStore]]:
         if kind == "postgres":
-            yield functools.partial(open_postgres, request.getfixturevalue("pg_dsn"))
+            yield functools.partial(open_postgres, empty(request.getfixturevalue("shared_dsn")))
             return
         # One store in a process of its own, served to the others.
         with Served() as manager:
@@ -73,6 +87,12 @@ class ReadThenWrite(PostgresStore):
 
 def winners(answers: list[object]) -> int:
     return sum(isinstance(answer, Grant) for answer in answers)
+
+
+def empty(dsn: str) -> str:
+    with psycopg.connect(dsn) as connection:
+        connection.execute(f"truncate {_TABLES}".encode())
+    return dsn
 
 
 def open_postgres(dsn: str) -> PostgresStore:
