@@ -1,0 +1,178 @@
+"""Eager and direct calls: they lock as a worker does, or not at all, and never wait for themselves."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+from celery import Celery
+
+from celery_syncguard import SKIPPED, LeaseLost, LockedTask, LockHeld, NoLease, binding
+from tests.fixtures.cluster import ROOT
+
+
+@pytest.fixture(params=["memory", "postgresql"])
+def app(request):
+    app = Celery("eager", set_as_current=False)
+    dsn = "memory://" if request.param == "memory" else request.getfixturevalue("pg_dsn")
+    app.conf.update(syncguard_dsn=dsn, task_always_eager=True, broker_url="memory://", result_backend="cache+memory://")
+    yield app
+    binding.binding_for(app).close()
+
+
+def guard_of(app):
+    return binding.guard_for(app)
+
+
+def test_eager_calls_lock_as_a_worker_does(app):
+    @app.task(shared=False, base=LockedTask, bind=True, lock_key="{key}")
+    def body(self, key):
+        (row,) = guard_of(app).locks()
+        assert (row.key, row.task_id, row.fence) == (key, self.request.id, int(self.fence))
+        self.lease.check()
+        return int(self.fence)
+
+    fences = [body.apply(("a",)).get(), body.delay("a").get(), body.apply_async(kwargs={"key": "a"}).get()]
+    assert fences == sorted(set(fences))
+    assert guard_of(app).locks() == []
+
+
+def test_an_eager_call_meets_a_held_lock_with_its_own_answer(app):
+    @app.task(shared=False, base=LockedTask, lock_key="{key}", lock_on_held="raise")
+    def raising(key):
+        return "ran"
+
+    @app.task(shared=False, base=LockedTask, lock_key="{key}", lock_on_held="skip")
+    def skipping(key):
+        return "ran"
+
+    @app.task(shared=False, base=LockedTask, lock_key="{key}", lock_retry_delay=(0.01, 0.05))
+    def retrying(key):
+        return "ran"
+
+    with guard_of(app).hold("a", holder="the test"):
+        assert isinstance(raising.apply(("a",)).result, LockHeld)
+        skipped = skipping.apply(("a",))
+        assert (skipped.state, skipped.get().holder) == (SKIPPED, "the test")
+        waiting = []
+        thread = threading.Thread(target=lambda: waiting.append(retrying.apply(("a",)).get()))
+        thread.start()
+        assert waiting == []
+    thread.join(30)
+    assert waiting == ["ran"]
+
+
+def test_a_nested_call_with_the_same_key_fails_at_once_and_names_the_outer_task(app):
+    @app.task(shared=False, base=LockedTask, name="inner", lock_key="{key}", lock_wait=60)
+    def inner(key):
+        raise AssertionError("ran inside the lock that it needs")
+
+    @app.task(shared=False, base=LockedTask, bind=True, name="outer", lock_key="{key}")
+    def outer(self, key):
+        result = inner.apply((key,))
+        return self.request.id, result.result
+
+    task_id, error = outer.apply(("a",)).get()
+    assert isinstance(error, LockHeld)
+    assert error.task_id == task_id
+    assert error.key == "a"
+    assert f"outer[{task_id}]" in str(error)
+    assert guard_of(app).locks() == []
+
+
+def test_a_nested_call_with_another_key_has_its_own_lease(app):
+    @app.task(shared=False, base=LockedTask, bind=True, lock_key="inner")
+    def inner(self):
+        return int(self.fence), sorted(row.key for row in guard_of(app).locks())
+
+    @app.task(shared=False, base=LockedTask, bind=True, lock_key="outer")
+    def outer(self):
+        fence = int(self.fence)
+        inner_fence, keys = inner.delay().get(disable_sync_subtasks=False)
+        assert int(self.fence) == fence
+        return fence, inner_fence, keys
+
+    _, _, keys = outer.delay().get()
+    assert keys == ["inner", "outer"]
+    assert guard_of(app).locks() == []
+
+
+def test_an_interrupt_during_a_nested_call_reaches_the_body_that_it_is_for(app):
+    entered, lost = threading.Event(), []
+
+    @app.task(shared=False, base=LockedTask, lock_key="inner")
+    def inner():
+        entered.set()
+        for _ in range(3000):
+            threading.Event().wait(0.01)
+
+    @app.task(shared=False, base=LockedTask, bind=True, lock_key="outer")
+    def outer(self):
+        lost.append(self.lease)
+        inner.apply()
+        raise AssertionError("went on without its lease")
+
+    def lose():
+        entered.wait(30)
+        lost[0].lose("taken away by the test")
+
+    thread = threading.Thread(target=lose)
+    thread.start()
+    result = outer.apply()
+    thread.join()
+    assert isinstance(result.result, LeaseLost)
+    assert (result.result.key, result.result.reason) == ("outer", "taken away by the test")
+    assert guard_of(app).locks() == []
+
+
+def test_a_direct_call_takes_no_lock_and_says_how_to_test_with_one(app):
+    @app.task(shared=False, base=LockedTask, bind=True, lock_key="{key}")
+    def body(self, key, *, ask=False):
+        if ask:
+            return self.fence
+        return guard_of(app).locks()
+
+    assert body("a") == []
+    with guard_of(app).hold("a"):
+        assert len(body("a")) == 1  # and does not wait for it
+    with pytest.raises(NoLease, match=r"\.apply\(.*memory://"):
+        body("a", ask=True)
+
+
+def test_an_eager_retry_gets_its_lock_again(app):
+    attempts = []
+
+    @app.task(shared=False, base=LockedTask, bind=True, lock_key="{key}", max_retries=3)
+    def body(self, key):
+        attempts.append(int(self.fence))
+        if self.request.retries < 2:
+            raise self.retry(countdown=0)
+        return len(attempts)
+
+    # Celery runs an eager retry inside the hooks of the attempt that asked for it.
+    assert body.apply(("a",)).get() == 3
+    assert attempts == sorted(set(attempts))
+    assert guard_of(app).locks() == []
+
+
+def test_memory_needs_no_postgresql_and_no_broker():
+    """case 83: a team can see its locks work in eager mode, without a server and without the driver."""
+    program = """
+import sys
+from celery import Celery
+from celery_syncguard import LockedTask
+app = Celery("tests")
+app.conf.update(task_always_eager=True, syncguard_dsn="memory://")
+
+@app.task(base=LockedTask, bind=True, lock_key="invoice:{number}")
+def charge(self, number):
+    return int(self.fence)
+
+assert charge.delay(1).get() < charge.delay(1).get()
+print("ok")
+"""
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "PGHOST": "127.0.0.1", "PGPORT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert done.stdout == "ok\n", done.stderr
