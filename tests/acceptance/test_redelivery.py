@@ -111,6 +111,26 @@ def test_when_the_first_dies_with_its_worker_the_copy_runs(celery_setup, broker,
     assert history.overlaps() == []
 
 
+def test_what_the_broker_delivers_again_after_a_kill_runs_when_the_dead_lease_is_over(
+    celery_setup, broker, pg_dsn, history
+):
+    """case 14, case 88"""
+    setup = celery_setup(MODULE, conf={"broker_transport_options": {"visibility_timeout": 1}})
+    victim = setup.start_worker(concurrency=1)
+    result = setup.module.work_late_briefly_leased.delay("a", "go")
+    (first,) = history.wait_for("start")
+    victim.kill()
+    history.record("killed", note=str(first.pid))
+    setup.open_gate("go")
+    poll(lambda: datetime.now(timezone.utc) - first.at > timedelta(seconds=1.5))
+    setup.start_worker(concurrency=1)
+    assert result.get(timeout=60) == "a"
+    (_, second) = history.events("start")
+    assert second.at - first.at > timedelta(seconds=5.9)
+    assert second.fence > first.fence
+    assert history.overlaps() == []
+
+
 def test_what_is_done_is_answered_with_its_first_result(celery_setup, broker, pg_dsn, history):
     """case 16. The copy arrives when everything about the first run is over."""
     setup = celery_setup(MODULE)

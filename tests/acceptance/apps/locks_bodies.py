@@ -55,6 +55,11 @@ def work_briefly_leased(self, key, gate_name=None):
     return _work(self, key, gate_name)
 
 
+@app.task(bind=True, acks_late=True, **{**LOCKED, "lock_ttl": 6})
+def work_late_briefly_leased(self, key, gate_name=None):
+    return _work(self, key, gate_name)
+
+
 @app.task(bind=True, **LOCKED)
 def fail(self, key, gate_name=None):
     _work(self, key, gate_name)
