@@ -20,10 +20,10 @@ from collections.abc import Callable
 from typing import Any
 
 from celery.exceptions import Ignore, Reject, Retry
-from celery.states import STARTED
+from celery.states import READY_STATES, STARTED, SUCCESS
 from celery.utils.threads import LocalStack
 
-from celery_syncguard import binding, signals, skipped
+from celery_syncguard import binding, clock, signals, skipped
 from celery_syncguard.errors import LeaseLost, LockHeld, SchemaBehind, StoreUnavailable, SyncGuardError, TooManyDeaths
 from celery_syncguard.events import logger
 from celery_syncguard.guard import lock_held
@@ -41,7 +41,7 @@ __all__ = ["RUN", "Answered", "Run", "check_outer"]
 #: Where a request keeps its run.
 RUN = "_syncguard_run"
 
-#: Seconds that a retry waits in place for the end of the attempt which published it.
+#: Seconds that a retry waits in place for the end of the attempt which published it, and an answer for the first result.
 _HANDOVER = 2.0
 
 #: Seconds for which an eager call, which cannot come back later, waits for a held lock.
@@ -349,14 +349,22 @@ class Run:
 
     def _first_result(self, done: Done) -> Any:
         """What the first run returned, if a result backend knows; else None."""
-        if done.task_id is None or self.request.is_eager:
+        ignored = self.task.ignore_result if self.request.ignore_result is None else self.request.ignore_result
+        if done.task_id is None or self.request.is_eager or ignored:
             return None
-        try:
-            meta = self.task.backend.get_task_meta(done.task_id)
-        except Exception as exc:  # noqa: BLE001 - any backend, any fault: the work is done all the same
-            logger.info("the first run's result cannot be had: %r", exc)
-            return None
-        return meta.get("result") if meta.get("status") == "SUCCESS" else None
+        # The lock is released before Celery stores the result. Answering in between would store None over it.
+        give_up_at = clock.now() + (_HANDOVER if done.age < 2 * _HANDOVER else 0.0)
+        while True:
+            try:
+                meta = self.task.backend.get_task_meta(done.task_id)
+            except Exception as exc:  # noqa: BLE001 - any backend, any fault: the work is done all the same
+                logger.info("the first run's result cannot be had: %r", exc)
+                return None
+            if meta.get("status") == SUCCESS:
+                return meta.get("result")
+            if meta.get("status") in READY_STATES or clock.now() >= give_up_at:
+                return None
+            _pause(0.05)
 
     def _without_store(self, exc: SyncGuardError) -> bool:
         """The database cannot be asked. True: run unlocked. Returns False to try again; else raises."""

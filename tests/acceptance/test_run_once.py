@@ -87,6 +87,21 @@ def test_a_key_answers_other_tasks_too_with_the_first_result(setup, history):
 
 
 @ONE_BROKER
+def test_an_answer_does_not_overwrite_the_first_result_that_is_being_stored(setup, history):
+    """The lock is released before Celery stores the result: in between the first result is not to be had yet."""
+    task = setup.module.slow_to_store
+    worker = setup.start_worker()
+    result = task.delay()
+    history.wait_for("storing")
+    task.apply_async(task_id=result.id)
+    history.wait_for("answered")
+    setup.open_gate("store")
+    worker.wait_for_log(f"{result.id}\\] succeeded in .*(?s:.*){result.id}\\] succeeded in ")
+    assert result.get(timeout=10) == "the result"
+    assert "None" not in [line.rpartition(": ")[2] for line in worker.logs().splitlines() if "succeeded in" in line]
+
+
+@ONE_BROKER
 def test_a_failure_is_not_remembered(setup, history):
     daily = setup.module.daily
     setup.start_worker()

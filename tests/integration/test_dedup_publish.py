@@ -19,7 +19,7 @@ from celery.exceptions import ImproperlyConfigured as CeleryMisconfigured
 
 from celery_syncguard import DuplicateTask, LockedTask, StoreUnavailable, binding, signals
 from celery_syncguard.dedup import send_task
-from celery_syncguard.errors import InvalidKey
+from celery_syncguard.errors import InvalidKey, LockHeld, TooManyDeaths
 from celery_syncguard.skipped import SKIPPED, Skipped
 from celery_syncguard.store import Acquire, Release
 from tests.fixtures.cluster import ROOT
@@ -550,6 +550,52 @@ def test_a_retry_is_no_death(producer):
     store.acquire(Acquire(key="lock:1", lock_id="a" * 22, ttl=60, task_id=first.id, claim_key="1", claim_ttl=3600))
     store.release(Release(key="lock:1", lock_id="a" * 22, task_id=first.id))
     assert task.delay(1).id == first.id
+
+
+def _run(task, message, **options):
+    """Run a message that was published, in this process."""
+    return task.apply((1,), task_id=message.headers["id"], headers=message.headers, **options)
+
+
+def test_a_task_that_is_given_up_because_its_process_died_too_often_frees_its_claim(producer):
+    task = producer.task(lock_key="{n}")
+    first = task.delay(1)
+    with psycopg.connect(producer.dsn) as connection:
+        connection.execute("insert into syncguard_deaths values (%s, 5, syncguard_clock_ms())", (first.id,))
+    (message,) = producer.sent()
+    assert isinstance(_run(task, message).result, TooManyDeaths)
+    assert producer.claims() == {}
+
+
+def test_a_claim_is_ended_later_if_the_database_was_away_when_its_task_failed(pg_proxy, pg_dsn):
+    producer, direct = Producer(pg_proxy.dsn(pg_dsn), syncguard_timeout=0.3), Producer(pg_dsn)
+    try:
+        task = producer.task(lock_key="{n}", lock_on_unavailable="raise")
+        task.delay(1)
+        producer.flush()
+        (message,) = producer.sent()
+        pg_proxy.refuse()
+        assert isinstance(_run(task, message).result, StoreUnavailable)
+        assert list(direct.claims()) == ["1"]
+        pg_proxy.accept()
+        poll(lambda: direct.claims() == {})
+    finally:
+        pg_proxy.accept()
+        producer.close()
+        direct.close()
+
+
+def test_a_call_that_would_wait_for_its_own_caller_frees_its_claim(producer):
+    outcomes = []
+
+    def outer(n):
+        outcomes.append(inner.apply_async((n,), lock_key="same").result)
+
+    producer.app.conf.task_always_eager = True
+    inner = producer.task(name="inner", dedup_key="inner:{n}", lock_key="same")
+    producer.task(outer, name="outer", lock_key="same").delay(1)
+    assert isinstance(outcomes[0], LockHeld)
+    assert producer.claims() == {}
 
 
 def test_threads_that_publish_the_same_work_get_one_task(producer):

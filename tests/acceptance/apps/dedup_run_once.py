@@ -73,6 +73,20 @@ def work(self, key, gate_name=None):
     return f"{key} by {self.request.id}"
 
 
+class SlowToStore:
+    """A result that the first to store it, and nobody else, stores only when the gate opens."""
+
+    def __json__(self):
+        record("storing")
+        gate.wait_at("store")
+        return "the result"
+
+
+@app.task(bind=True, base=LockedTask, run_once=True)
+def slow_to_store(self):
+    return SlowToStore()
+
+
 @app.task(bind=True, acks_late=True)
 def plain(self, key, gate_name=None):
     record_task("start", self, key=key)
