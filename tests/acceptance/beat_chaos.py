@@ -11,7 +11,7 @@ import dataclasses
 import random
 import time
 from datetime import datetime, timedelta
-from signal import SIGTERM
+from signal import SIGKILL, SIGTERM
 from typing import Any
 
 import psycopg
@@ -189,6 +189,35 @@ class Chaos:
         with psycopg.connect(self.dsn) as connection:
             rows = connection.execute("select term from syncguard_beat_terms order by elected_at").fetchall()
         return [row[0] for row in rows]
+
+
+def takeovers(setup: CeleryTestSetup, *, dsn: str, count: int, deed: str) -> list[float]:
+    """Seconds from the end of a leader until another one leads, `count` times. `deed`: "kill" or "stop"."""
+    nodes = [setup.start_beat("-S", "syncguard") for _ in range(2)]
+    times = []
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        leading = (
+            "select holder from syncguard_locks where key = '__syncguard_leader:beat' "
+            "and expires_at_ms > extract(epoch from clock_timestamp()) * 1000"
+        )
+
+        def leader() -> CeleryNode | None:
+            row = connection.execute(leading).fetchone()
+            return next((node for node in nodes if row and row[0].endswith(f"pid {node.pid}")), None)
+
+        for _ in range(count):
+            first = poll(lambda: leader(), timeout=30)
+            (second,) = (node for node in nodes if node is not first)
+            second.wait_for_log("standby for 'beat'")
+            began = time.monotonic()
+            first.signal(SIGKILL if deed == "kill" else SIGTERM)
+            poll(lambda: leader() is second, timeout=30, interval=0.01)
+            times.append(time.monotonic() - began)
+            first.wait_exit(timeout=20)
+            first.start()
+    for node in nodes:
+        node.kill()
+    return sorted(times)
 
 
 def _name(slot: tuple[str, datetime]) -> str:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.acceptance.beat_chaos import ENTRIES, TTL, Chaos
+from tests.acceptance.beat_chaos import ENTRIES, TTL, Chaos, takeovers
 from tests.acceptance.tasks_of_beat import SCHEDULE_VARIABLE
 
 MODULE = "tests.acceptance.tasks_of_beat"
@@ -43,3 +43,15 @@ def test_beats_without_a_leader_send_everything_several_times(celery_setup, brok
     report = Chaos(setup, pg=None, dsn=pg_dsn, plain=True).run(8)
     print(report)
     assert report.doubles > report.messages / 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+@pytest.mark.parametrize("deed,bound", [("kill", TTL + 1), ("stop", 1.0)])
+def test_takeovers_take_what_was_promised(celery_setup, broker, pg_dsn, deed, bound):
+    """case 50, case 55: `scripts/beat-chaos --takeovers 20` shows the distribution."""
+    setup = celery_setup(MODULE, conf={"syncguard_leader_ttl": TTL})
+    times = takeovers(setup, dsn=pg_dsn, count=4, deed=deed)
+    print(times)
+    assert times[0] < bound
+    assert times[-1] < bound + 4  # what a busy machine may add
