@@ -20,7 +20,7 @@ def test_what_ends_a_task_from_outside_ends_its_lock_and_its_claim(celery_setup,
     history.wait_for("end", key="expired")
     if broker.kind == "redis":
         # RabbitMQ throws such a message away by itself, and nobody hears of it.
-        poll(lambda: expired.state == "REVOKED")
+        poll(lambda: expired.state == "REVOKED", timeout=30)
 
     def publish(key, **options):
         result = work.apply_async([key, f"{key} may go"], **options)
@@ -28,11 +28,11 @@ def test_what_ends_a_task_from_outside_ends_its_lock_and_its_claim(celery_setup,
         return result
 
     running = {
-        "soft limit": publish("soft limit", soft_time_limit=2),
-        "hard limit": publish("hard limit", time_limit=2),
+        "soft limit": publish("soft limit", soft_time_limit=4),
+        "hard limit": publish("hard limit", time_limit=4),
         "terminated": publish("terminated"),
     }
-    scheduled = publish("revoked", countdown=3)
+    scheduled = publish("revoked", countdown=6)
     history.wait_for("start", count=3 + 1)
     # Meanwhile each of them is a duplicate of itself.
     assert [work.delay(key).id for key in running] == [result.id for result in running.values()]
@@ -46,7 +46,7 @@ def test_what_ends_a_task_from_outside_ends_its_lock_and_its_claim(celery_setup,
         running["hard limit"].get(timeout=30)
     with pytest.raises(TaskRevokedError):
         running["terminated"].get(timeout=30)
-    poll(lambda: scheduled.state == "REVOKED")
+    poll(lambda: scheduled.state == "REVOKED", timeout=30)
 
     def everything_is_free():
         assert rows_left(pg_dsn)["locks"] == rows_left(pg_dsn)["claims"] == 0
