@@ -40,6 +40,7 @@ class Confirmer:
     def forget(self) -> None:
         """After a fork (and at the start): the parent confirms its own."""
         self._mutex = threading.Lock()
+        self._settling = threading.Lock()
         #: (key, task_id) -> the whole life in seconds, or None to end it; and until when to try.
         self._pending: dict[tuple[str, str], tuple[float | None, float]] = {}
         self._loop = Loop("syncguard-confirmer", self._step)
@@ -71,6 +72,11 @@ class Confirmer:
 
     def flush(self) -> None:
         """Do what is pending now, in the calling thread. Errors are logged: what is left is tried again, or ends early."""
+        # One after the other: a process that flushes before it ends must not cut off what its thread has begun.
+        with self._settling:
+            self._settle()
+
+    def _settle(self) -> None:
         with self._mutex:
             pending, self._pending = self._pending, {}
         todo = dict(pending)

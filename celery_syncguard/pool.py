@@ -14,6 +14,7 @@ Not here: what is said to the server (`postgres`), and the caller's connections 
 from __future__ import annotations
 
 import inspect
+import json
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from typing import Any
 import psycopg
 import psycopg.conninfo
 import psycopg_pool
-from psycopg import waiting
+from psycopg import generators, pq, waiting
 
 from celery_syncguard import clock
 from celery_syncguard.errors import ImproperlyConfigured, StoreUnavailable
@@ -98,6 +99,21 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         interval = kwargs.get("interval", args[0] if args else None)
         return waiting.wait_selector(self._patient(gen), self.pgconn.socket, interval=interval or 0.1)
 
+    def call(self, query: bytes, parameters: tuple[Any, ...]) -> Any:
+        """The value that a statement answers with as JSON, decoded. It has numbered places (`$1`) and one value.
+
+        For the statements of every task: a cursor, which would look up how to convert each parameter and column, costs
+        three times as much CPU.
+
+        Raises:
+            psycopg.Error: as `execute`.
+        """
+        self.pgconn.send_query_params(query, [_text(value) for value in parameters])
+        result = self.wait(generators.execute(self.pgconn))[-1]
+        if result.status != pq.ExecStatus.TUPLES_OK:
+            raise psycopg.errors.error_from_result(result)
+        return json.loads(result.get_value(0, 0))
+
     def _patient(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         # The generator is asked again after each interval, with "nothing is ready yet".
         give_up_at = clock.now() + self.patience
@@ -113,8 +129,23 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
             return stop.value
 
 
+def _text(value: Any) -> bytes | None:
+    """A parameter as PostgreSQL reads it; a tuple is an array."""
+    if value is None:
+        return None
+    if isinstance(value, tuple):
+        quoted = (str(one).replace("\\", "\\\\").replace('"', '\\"') for one in value)
+        value = "{" + ",".join(f'"{one}"' for one in quoted) + "}"
+    text = str(value).encode()
+    if b"\0" in text:
+        # libpq would end the text there.
+        raise psycopg.DataError("PostgreSQL text cannot contain NUL")
+    return text
+
+
 def _settings(parameters: dict[str, Any]) -> dict[str, Any]:
-    return {**parameters, "autocommit": True, "prepare_threshold": None}
+    # `Connection.call` reads and writes UTF-8, whatever the database is encoded in.
+    return {**parameters, "client_encoding": "UTF8", "autocommit": True, "prepare_threshold": None}
 
 
 class Pool:

@@ -37,17 +37,18 @@ T = TypeVar("T")
 #: Fences from here on work, but the counter of that key has been tampered with or a clock was far in the future.
 WARN_FENCE = 90_000_000_000_000
 
-_CALLS = {
-    "acquire": "SELECT * FROM {}syncguard_acquire(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
+#: With numbered places for `Connection.call`, others for a cursor.
+_QUERIES = {
+    "acquire": "SELECT to_json({}syncguard_acquire($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11))",
     "renew": "SELECT lock_id, expires_at_ms FROM {}syncguard_renew(%s, %s, %s)",
-    "release": "SELECT {}syncguard_release(%s, %s, %s, %s, %s, %s, %s, %s)",
-    "release_process": "SELECT {}syncguard_release_process(%s)",
+    "release": "SELECT to_json({}syncguard_release($1, $2, $3, $4, $5, $6, $7, $8))",
+    "release_process": "SELECT to_json({}syncguard_release_process($1))",
     "list": "SELECT * FROM {}syncguard_list(%s, %s)",
-    "prune": "SELECT locks, completions, claims, deaths, counters FROM {}syncguard_prune(%s, %s)",
-    "wait": "SELECT {}syncguard_wait(%s, %s)",
-    "claim": "SELECT * FROM {}syncguard_claim(%s, %s, %s, %s, %s)",
-    "confirm": "SELECT {}syncguard_confirm(%s, %s, %s)",
-    "unclaim": "SELECT {}syncguard_unclaim(%s, %s)",
+    "prune": "SELECT to_json({}syncguard_prune($1, $2))",
+    "wait": "SELECT to_json({}syncguard_wait($1, $2))",
+    "claim": "SELECT to_json({}syncguard_claim($1, $2, $3, $4, $5))",
+    "confirm": "SELECT to_json({}syncguard_confirm($1, $2, $3))",
+    "unclaim": "SELECT to_json({}syncguard_unclaim($1, $2))",
     "fenced": "SELECT {}syncguard_fenced(%s, %s, %s)",
     "complete": "SELECT {}syncguard_complete(%s, %s, %s)",
 }
@@ -111,40 +112,41 @@ class PostgresStore:
             request.process,
             request.task_id,
             request.attempt,
-            list(request.run_keys) or None,
+            request.run_keys or None,
             request.max_deaths,
             request.claim_key,
             None if request.claim_ttl is None else _ms(request.claim_ttl),
         )
         try:
-            row = self._one("acquire", parameters)
+            row = self._call("acquire", parameters)
         except _Busy:
             # Somebody is busy with this very key, for longer than we care to wait. Who, we were not told.
             return Held(key=request.key, lock_id=None, fence=None, since=0.0, remaining=0.0)
-        outcome, now_ms, lock_id, fence, acquired, expires, holder, task_id, attempt, run_key, deaths = row
+        outcome, now_ms, fence = row["outcome"], row["now_ms"], row["fence"]
+        acquired, expires = row["acquired_at_ms"], row["expires_at_ms"]
         if outcome == "granted":
             if fence >= WARN_FENCE:
                 logger.warning("the fence counter of %r is at %d: was a server clock far ahead?", request.key, fence)
             return Grant(
                 key=request.key,
-                lock_id=lock_id,
+                lock_id=row["lock_id"],
                 fence=fence,
                 acquired_at=_instant(acquired),
                 expires_at=_instant(expires),
             )
         if outcome == "done":
-            return Done(run_key=run_key, task_id=task_id, age=(now_ms - acquired) / 1000)
+            return Done(run_key=row["run_key"], task_id=row["task_id"], age=(now_ms - acquired) / 1000)
         if outcome == "dead":
-            return Dead(deaths=deaths)
+            return Dead(deaths=row["deaths"])
         return Held(
             key=request.key,
-            lock_id=lock_id,
+            lock_id=row["lock_id"],
             fence=fence,
             since=0.0 if acquired is None else (now_ms - acquired) / 1000,
             remaining=0.0 if expires is None else max(0.0, (expires - now_ms) / 1000),
-            holder=holder,
-            task_id=task_id,
-            attempt=attempt,
+            holder=row["holder"],
+            task_id=row["task_id"],
+            attempt=row["attempt"],
         )
 
     def renew(self, renewals: Sequence[Renewal]) -> dict[str, bool | None]:
@@ -175,14 +177,14 @@ class PostgresStore:
             release.attempt_done,
         )
         try:
-            return bool(self._one("release", parameters)[0])
+            return bool(self._call("release", parameters))
         except _Busy as exc:
             raise StoreUnavailable(
                 f"the lock row of {release.key!r} is locked by a transaction that called fenced() and has not ended"
             ) from exc
 
     def release_process(self, process: str) -> int:
-        return int(self._one("release_process", (process,))[0])
+        return int(self._call("release_process", (process,)))
 
     def locks(self, key: str | None = None, *, limit: int | None = None) -> list[LockRow]:
         return [
@@ -204,11 +206,11 @@ class PostgresStore:
         ]
 
     def prune(self, *, older: float, counters: bool = False) -> Pruned:
-        return Pruned(*self._one("prune", (round(older * 1000), counters)))
+        return Pruned(**self._call("prune", (round(older * 1000), counters)))
 
     def wait(self, key: str, timeout: float) -> bool:
         def ask() -> bool:
-            return bool(self._one("wait", (key, 10_000))[0])
+            return bool(self._call("wait", (key, 10_000)))
 
         return self._listener.wait(key, timeout, ask)
 
@@ -217,24 +219,22 @@ class PostgresStore:
     def claim(
         self, key: str, *, task_id: str, ttl: float, holder: str | None = None, lock_key: str | None = None
     ) -> Claim:
-        outcome, now_ms, owner, owner_holder, claimed, expires = self._one(
-            "claim", (key, task_id, _ms(ttl), holder, lock_key)
-        )
+        row = self._call("claim", (key, task_id, _ms(ttl), holder, lock_key))
         return Claim(
             key=key,
-            task_id=owner,
-            ours=outcome == "claimed",
-            age=max(0.0, (now_ms - claimed) / 1000),
-            remaining=max(0.0, (expires - now_ms) / 1000),
-            holder=owner_holder,
+            task_id=row["task_id"],
+            ours=row["outcome"] == "claimed",
+            age=max(0.0, (row["now_ms"] - row["claimed_at_ms"]) / 1000),
+            remaining=max(0.0, (row["expires_at_ms"] - row["now_ms"]) / 1000),
+            holder=row["holder"],
         )
 
     def confirm(self, claims: Sequence[tuple[str, str, float]]) -> int:
         keys, tasks, ttls = zip(*claims, strict=True)
-        return int(self._one("confirm", (list(keys), list(tasks), [_ms(ttl) for ttl in ttls]))[0])
+        return int(self._call("confirm", (keys, tasks, tuple(map(_ms, ttls)))))
 
     def unclaim(self, key: str, *, task_id: str) -> bool:
-        return bool(self._one("unclaim", (key, task_id))[0])
+        return bool(self._call("unclaim", (key, task_id)))
 
     # In the caller's transaction
 
@@ -248,7 +248,7 @@ class PostgresStore:
         # The caller's driver may be psycopg2 or Django's, so the schema is quoted here and not by psycopg.
         prefix = "" if self.schema is None else '"' + self.schema.replace('"', '""').replace("%", "%%") + '".'
         try:
-            return caller(conn).rows(_CALLS[name].format(prefix), parameters)[0][0]
+            return caller(conn).rows(_QUERIES[name].format(prefix), parameters)[0][0]
         except Exception as exc:
             if "syncguard_" in str(exc) and "does not exist" in str(exc):
                 raise SchemaBehind(
@@ -307,10 +307,8 @@ class PostgresStore:
                     pause.wait(min(left, random.uniform(0.01, 0.05 * 2 ** min(attempt, 5))))
                 attempt += 1
 
-    def _one(self, name: str, parameters: tuple[Any, ...]) -> tuple[Any, ...]:
-        row = self.run(lambda conn: conn.execute(self._query(name, conn), parameters).fetchone())
-        assert row is not None  # our functions always answer
-        return row
+    def _call(self, name: str, parameters: tuple[Any, ...]) -> Any:
+        return self.run(lambda conn: conn.call(self._query(name, conn), parameters))
 
     def _all(self, name: str, parameters: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         return self.run(lambda conn: conn.execute(self._query(name, conn), parameters).fetchall())
@@ -318,10 +316,12 @@ class PostgresStore:
     def _query(self, name: str, conn: Connection) -> bytes:
         query = self._queries.get(name)
         if query is None:
-            prefix = sql.SQL("") if self.schema is None else sql.Identifier(self.schema) + sql.SQL(".")
-            # A % in the schema's name would be read as a placeholder.
-            quoted = prefix.as_string(conn).replace("%", "%%")
-            query = self._queries[name] = _CALLS[name].format(quoted).encode()
+            prefix = "" if self.schema is None else (sql.Identifier(self.schema) + sql.SQL(".")).as_string(conn)
+            text = _QUERIES[name]
+            if "%s" in text:
+                # A % in the schema's name would be read as a placeholder.
+                prefix = prefix.replace("%", "%%")
+            query = self._queries[name] = text.format(prefix).encode()
         return query
 
     def _facts(self) -> _Facts:

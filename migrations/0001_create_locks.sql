@@ -127,6 +127,7 @@ AS $$
 DECLARE
   v_row syncguard_locks%ROWTYPE;
   v_done syncguard_completions%ROWTYPE;
+  v_run_key TEXT;
   v_deaths INTEGER := 0;
   v_locked BOOLEAN := FALSE;
 BEGIN
@@ -150,10 +151,9 @@ BEGIN
 
   IF outcome IS NULL THEN
     -- Completions are written by whoever holds the lock, before it is free: looked at only now, none is missed.
-    IF p_run_keys IS NOT NULL THEN
-      SELECT * INTO v_done FROM syncguard_completions c
-      WHERE c.run_key = ANY (p_run_keys) AND c.expires_at_ms > now_ms
-      ORDER BY array_position(p_run_keys, c.run_key) LIMIT 1;
+    -- One by one, since the plan of an `= ANY` over all of them would be made anew for every call.
+    FOREACH v_run_key IN ARRAY coalesce(p_run_keys, '{}') LOOP
+      SELECT * INTO v_done FROM syncguard_completions c WHERE c.run_key = v_run_key AND c.expires_at_ms > now_ms;
       IF FOUND THEN
         outcome := 'done';
         run_key := v_done.run_key;
@@ -161,7 +161,7 @@ BEGIN
         acquired_at_ms := v_done.completed_at_ms;
         RETURN;
       END IF;
-    END IF;
+    END LOOP;
 
     IF p_max_deaths IS NOT NULL AND p_task_id IS NOT NULL THEN
       SELECT d.deaths INTO v_deaths FROM syncguard_deaths d WHERE d.task_id = p_task_id;
