@@ -1,0 +1,112 @@
+"""The command behind scripts/bench: run the rows, print the table, write the figures and the plots."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from benchmarks.measure import Estimate, Figure
+from benchmarks.rig import ROOT, machine, rig
+
+ROWS = (
+    "task_overhead",
+    "floor",
+    "python_cost",
+    "held",
+    "throughput",
+    "hot_key",
+    "renew",
+    "scale",
+    "takeover",
+    "connections",
+    "worker",
+)
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench",
+        description="Compare celery-syncguard with its peers and with what the server can do. Starts its own servers.",
+    )
+    parser.add_argument("--quick", action="store_true", help="a few repetitions of everything, in under a minute or so")
+    parser.add_argument("--only", action="append", choices=ROWS, metavar="NAME", help=f"one of {', '.join(ROWS)}")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the figures here (default for a whole run: results/)"
+    )
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)  # a renewal that comes late on a busy machine is seen in the figures
+
+    figures: list[Figure] = []
+    began = time.monotonic()
+    with rig(quick=options.quick) as servers:
+        facts = machine(servers)
+        for name in options.only or ROWS:
+            print(f"bench: {name} …", file=sys.stderr, flush=True)
+            found = importlib.import_module(f"benchmarks.{name}").run(servers)
+            figures += found
+            _print(found)
+    facts["seconds"] = round(time.monotonic() - began)
+    facts["measured_at"] = datetime.now(tz=timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+    published = not options.quick and not options.only
+    target = options.json or (RESULTS / "latest.json" if published else ROOT / "benchmarks" / "out" / "latest.json")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(_as_json({"machine": facts, "figures": [dataclasses.asdict(figure) for figure in figures]}))
+    from benchmarks import plots
+
+    plots.draw(figures, target.parent)
+    with_goal = [figure for figure in figures if figure.goal is not None]
+    met = sum(figure.met is True for figure in with_goal)
+    print(f"bench: {met} of {len(with_goal)} goals met, {facts['seconds']} s, figures in {_shown(target)}")
+    return 0
+
+
+def _print(figures: Iterable[Figure]) -> None:
+    for figure in figures:
+        goal = "" if figure.goal is None else f"goal {figure.goal}: {'met' if figure.met else 'MISSED'}"
+        print(f"{figure.row:14} {figure.what:58} {_text(figure.value, figure.unit):>30}  {goal}")
+        for name, part in figure.parts.items():
+            print(f"{'':14}   {name:56} {_text(part, figure.part_unit):>30}")
+    sys.stdout.flush()
+
+
+def _text(value: Estimate, unit: str) -> str:
+    interval = "" if value.low == value.high else f" [{_number(value.low)}, {_number(value.high)}]"
+    return f"{_number(value.median)}{interval} {unit}".rstrip()
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _shown(path: Path) -> Path:
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+
+
+def _as_json(value: object) -> str:
+    def plain(one: object) -> object:
+        if isinstance(one, float):
+            return round(one, 4) if math.isfinite(one) else None
+        if isinstance(one, dict):
+            return {key: plain(item) for key, item in one.items()}
+        if isinstance(one, Sequence) and not isinstance(one, str):
+            return [plain(item) for item in one]
+        return one
+
+    return json.dumps(plain(value), indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
