@@ -4,9 +4,10 @@ import signal
 
 import psycopg
 import pytest
-from celery import chain
+import redis
+from celery import chain, chord
 
-from celery_syncguard import DuplicateTask, binding
+from celery_syncguard import DuplicateTask, StoreUnavailable, binding
 from celery_syncguard.skipped import SKIPPED
 from tests.fixtures.polling import poll
 
@@ -306,6 +307,63 @@ def test_a_duplicate_step_of_a_chain_is_sent_and_its_parent_stays_a_success(setu
     assert history.count("start", key="a") == 2
     setup.open_gate("go")
     poll(lambda: claims() == {})
+
+
+@ONE_BROKER
+def test_a_duplicate_callback_or_body_of_a_chord_is_sent_and_what_it_follows_stays_a_success(setup, history, claims):
+    module = setup.module
+    setup.start_worker(concurrency=3)
+    module.work.delay("a", "go")
+    history.wait_for("start", key="a")
+    parent = module.plain.apply_async(("parent",), link=module.work.si("a"))
+    history.wait_for("end", key="a", count=1)
+    assert parent.get(timeout=30) == "parent"
+    assert chord([module.plain.si("b"), module.plain.si("c")], module.work.si("a")).apply_async().get(timeout=30) == "a"
+    assert history.count("end", key="a") == 2
+    setup.open_gate("go")
+    history.wait_for("end", key="a", count=3)
+
+
+@ONE_BROKER
+def test_a_step_is_sent_without_its_claim_while_the_database_is_away(celery_setup, broker, pg_proxy, pg_dsn, history):
+    """Its parent has ended well and stays so; a publisher of its own accord gets an error instead."""
+    setup = celery_setup(
+        MODULE, broker=broker, dsn=pg_proxy.dsn(pg_dsn), history_dsn=pg_dsn, conf={"syncguard_timeout": 0.5}
+    )
+    worker = setup.start_worker()
+    result = chain(setup.module.plain.si("head", "go"), setup.module.work.si("step")).apply_async()
+    history.wait_for("start", key="head")
+    pg_proxy.refuse()
+    setup.open_gate("go")
+    history.wait_for("end", key="step")
+    assert result.get(timeout=30) == "step"
+    assert result.parent.state == "SUCCESS"
+    worker.wait_for_log("is sent without its claim")
+    with pytest.raises(StoreUnavailable):
+        setup.module.work.delay("other")
+    pg_proxy.accept()
+
+
+@ONE_BROKER
+def test_what_beat_sends_is_deduplicated(celery_setup, broker, pg_dsn):
+    """The plain entry is the negative control. No worker runs."""
+    schedule = {
+        name: {
+            "task": f"{MODULE}.{name}",
+            "schedule": 0.3,
+            "args": ["a"],
+            "options": {"queue": f"{broker.queue}-{name}"},
+        }
+        for name in ("work", "plain")
+    }
+    setup = celery_setup(MODULE, broker=broker, dsn=pg_dsn, conf={"beat_schedule": schedule})
+    beat = setup.start_beat()
+    for name in schedule:
+        beat.wait_for_log(f"(?s:(Sending due task {name} .*){{4}})")
+    beat.stop()
+    with redis.Redis.from_url(broker.url) as client:
+        assert client.llen(f"{broker.queue}-work") == 1
+        assert client.llen(f"{broker.queue}-plain") >= 4
 
 
 @ONE_BROKER

@@ -31,6 +31,10 @@ def one_argument(n=None, **_):
     """The body of most tasks here; nothing runs it."""
 
 
+def returning(n):
+    return n
+
+
 def two_arguments(a, b=2):
     """As above."""
 
@@ -555,6 +559,33 @@ def test_a_retry_is_no_death(producer):
 def _run(task, message, **options):
     """Run a message that was published, in this process."""
     return task.apply((1,), task_id=message.headers["id"], headers=message.headers, **options)
+
+
+@pytest.mark.parametrize("until", ["start", "done", "ttl"])
+@pytest.mark.parametrize("options", [{}, {"lock_key": "{n}"}], ids=["unlocked", "locked"])
+def test_a_task_whose_claim_belongs_to_another_by_now_runs_and_leaves_it_alone(producer, until, options):
+    task = producer.task(returning, dedup_until=until, **options)
+    task.delay(1)
+    producer.flush()
+    with psycopg.connect(producer.dsn) as connection:
+        connection.execute("update syncguard_claims set task_id = 'another'")
+    (message,) = producer.sent()
+    assert _run(task, message).get() == 1
+    producer.flush()
+    assert producer.claims()["1"][0] == "another"
+
+
+@pytest.mark.parametrize("until", ["start", "done", "ttl"])
+def test_a_task_whose_claim_was_lost_runs(producer, until):
+    task = producer.task(returning, dedup_until=until)
+    task.delay(1)
+    producer.flush()
+    with psycopg.connect(producer.dsn) as connection:
+        connection.execute("delete from syncguard_claims")
+    (message,) = producer.sent()
+    assert _run(task, message).get() == 1
+    producer.flush()
+    assert producer.claims() == {}
 
 
 def test_a_task_that_is_given_up_because_its_process_died_too_often_frees_its_claim(producer):

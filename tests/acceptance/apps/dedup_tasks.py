@@ -108,5 +108,5 @@ def overrunning(self, key):
 
 
 @app.task(bind=True)
-def plain(self, key):
-    return _work(self, key)
+def plain(self, key, gate_name=None):
+    return _work(self, key, gate_name)
