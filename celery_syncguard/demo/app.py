@@ -51,7 +51,7 @@ def connection() -> psycopg.Connection[Any]:
 def record(event: str, key: str, task: Any) -> None:
     try:
         fence = int(task.fence)
-    except RuntimeError:
+    except (AttributeError, RuntimeError):  # a plain task, or one without a lock
         fence = None
     connection().execute(
         "INSERT INTO demo_history (event, key, task_id, fence, worker) VALUES (%s, %s, %s, %s, %s)",

@@ -253,4 +253,43 @@ def delivered_twice(stage: Stage, title: str) -> list[Check]:
     return [Check(title, "every booking took effect exactly once", exact == len(names), f"{exact} of {len(names)}")]
 
 
-SCENES = (one_at_a_time, killed_in_mid_task, frozen_past_its_ttl, burst_of_duplicates, delivered_twice)
+def two_beats(stage: Stage, title: str) -> list[Check]:
+    """Two beats run, the leader is killed: the other one leads within its ttl, and no slot is sent twice"""
+    beats = [stage.node(f"beat-{name}", ["beat", "-S", "syncguard", "-l", "INFO", "--pidfile="]) for name in "XY"]
+    for beat in beats:
+        beat.start()
+    stage.wait_for(lambda: len(stage.history(event="tick")) >= 3, "the leader sends")
+    row = stage.conn.execute("SELECT holder FROM syncguard_locks WHERE key LIKE '%leader%'").fetchone()
+    holder = row[0] if row is not None else ""
+    standby, leader = sorted(beats, key=lambda beat: holder.endswith(f"pid {beat.pid}"))
+    leader.kill()
+    killed_at = time.monotonic()
+    stage.view.say(f"{leader.name}, the leader, is killed")
+    before = len(stage.history(event="tick"))
+    stage.wait_for(lambda: len(stage.history(event="tick")) >= before + 3, "the other one leads and sends")
+    took = time.monotonic() - killed_at
+    standby.kill()
+    sent = stage.conn.execute(
+        "SELECT task_id, due_at FROM syncguard_beat_slots WHERE sent_at IS NOT NULL ORDER BY due_at"
+    ).fetchall()
+    terms = stage.conn.execute("SELECT term FROM syncguard_beat_terms ORDER BY elected_at").fetchall()
+    ran = [row[4] for row in stage.history(event="tick")]
+    limit = stage.tasks.TTL + 6
+    return [
+        Check(title, "no slot was sent twice", len(set(ran)) == len(ran), f"{len(ran)} ticks of {len(sent)} slots"),
+        Check(
+            title,
+            "the other beat took over",
+            took < limit,
+            f"{took:.1f} s to its third tick, ttl {stage.tasks.TTL:g} s",
+        ),
+        Check(
+            title,
+            "every term has a higher number",
+            terms == sorted(set(terms)) and len(terms) == 2,
+            f"{len(terms)} terms",
+        ),
+    ]
+
+
+SCENES = (one_at_a_time, killed_in_mid_task, frozen_past_its_ttl, burst_of_duplicates, delivered_twice, two_beats)
