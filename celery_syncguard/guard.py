@@ -216,7 +216,7 @@ class SyncGuard:
 
     def acquire(self, request: Acquire) -> Lease | Held | Done | Dead:
         """One attempt. The lease that it answers with is being renewed."""
-        sent_at = clock.now()
+        asked_at = clock.now()
         try:
             answer = self.store.acquire(request)
         except BaseException as exc:
@@ -233,7 +233,7 @@ class SyncGuard:
             lock_id=request.lock_id,
             fence=answer.fence,
             ttl=request.ttl,
-            sent_at=sent_at,
+            sent_at=asked_at if answer.sent_at is None else answer.sent_at,
             holder=request.holder or "",
             keeper=self,
         )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,9 @@ __all__ = ["Pool", "Session", "connection_parameters", "describe_dsn"]
 
 #: Seconds for which a function of ours may wait for a row on the server (its lock_timeout), before it answers.
 LOCK_TIMEOUT = 2.0
+
+#: Seconds for which a thread queues for a connection, as long as others get theirs.
+LONGEST_QUEUE = 60.0
 
 #: Seconds after which an unused connection may be closed.
 MAX_IDLE = 30.0
@@ -158,6 +162,7 @@ class Pool:
         self._mutex = threading.Lock()
         self._pool: psycopg_pool.ConnectionPool[Connection] | None = None
         self._last_error: Exception | None = None
+        self._returned_at = -math.inf
         self._closed = False
 
     @contextmanager
@@ -172,24 +177,30 @@ class Pool:
         try:
             yield conn
         finally:
+            if not conn.closed:
+                self._returned_at = clock.now()
             pool.putconn(conn)
 
     def _borrow(self, pool: psycopg_pool.ConnectionPool[Connection]) -> Connection:
-        give_up_at = clock.now() + self._timeout
-        while True:
-            left = give_up_at - clock.now()
+        started_at = clock.now()
+        failure: Exception | None = None
+        while (left := self._give_up_at(started_at) - clock.now()) > 0:
             try:
                 # Asked anew every second, because each request has the pool try to connect: its own attempts come
                 # more and more rarely, and a server that is back should be found at once.
-                return pool.getconn(timeout=max(0.0, min(left, 1.0)))
+                return pool.getconn(timeout=min(left, 1.0))
             except psycopg_pool.PoolTimeout as exc:
-                if clock.now() < give_up_at:
-                    continue
-                cause = self._last_error
-                detail = str(cause).strip() if cause is not None else "all connections of this process are in use"
-                raise StoreUnavailable(f"no connection to PostgreSQL within {self._timeout:g} s: {detail}") from exc
+                failure = exc
             except psycopg_pool.PoolClosed as exc:
                 raise StoreUnavailable("this SyncGuard was closed") from exc
+        cause = self._last_error
+        detail = str(cause).strip() if cause is not None else "all connections of this process are in use"
+        raise StoreUnavailable(f"no connection to PostgreSQL within {self._timeout:g} s: {detail}") from failure
+
+    def _give_up_at(self, started_at: float) -> float:
+        # The timeout is for a server that does not answer. Where it does, a long queue moves, and whoever gave up and
+        # came back would only make it longer.
+        return max(started_at, min(self._returned_at, started_at + LONGEST_QUEUE)) + self._timeout
 
     def _open(self) -> psycopg_pool.ConnectionPool[Connection]:
         with self._mutex:

@@ -118,7 +118,15 @@ class PostgresStore:
             None if request.claim_ttl is None else _ms(request.claim_ttl),
         )
         try:
-            row = self._call("acquire", parameters)
+            # Not counted from here: a busy process may queue for a connection for longer than a ttl. But from the first
+            # time, because a request that is repeated is answered with the same grant.
+            sent: list[float] = []
+
+            def ask(conn: Connection) -> Any:
+                sent.append(clock.now())
+                return conn.call(self._query("acquire", conn), parameters)
+
+            row = self.run(ask)
         except _Busy:
             # Somebody is busy with this very key, for longer than we care to wait. Who, we were not told.
             return Held(key=request.key, lock_id=None, fence=None, since=0.0, remaining=0.0)
@@ -133,6 +141,7 @@ class PostgresStore:
                 fence=fence,
                 acquired_at=_instant(acquired),
                 expires_at=_instant(expires),
+                sent_at=sent[0],
             )
         if outcome == "done":
             return Done(run_key=row["run_key"], task_id=row["task_id"], age=(now_ms - acquired) / 1000)
@@ -290,7 +299,6 @@ class PostgresStore:
             SchemaBehind: our functions or tables are missing, or are not for this role.
         """
         give_up_at = clock.now() + self.timeout
-        pause = threading.Event()
         attempt = 0
         sent = False
         while True:
@@ -304,7 +312,7 @@ class PostgresStore:
                 if not isinstance(exc.__cause__, _TRANSIENT) or isinstance(exc.__cause__, _FINAL) or left <= 0:
                     raise
                 if attempt:
-                    pause.wait(min(left, random.uniform(0.01, 0.05 * 2 ** min(attempt, 5))))
+                    threading.Event().wait(min(left, random.uniform(0.01, 0.05 * 2 ** min(attempt, 5))))
                 attempt += 1
 
     def _call(self, name: str, parameters: tuple[Any, ...]) -> Any:

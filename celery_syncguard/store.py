@@ -52,13 +52,17 @@ class Acquire:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grant:
-    """The lock is ours: the fence, and when the grant ends on the store's clock."""
+    """The lock is ours: the fence, and when the grant ends on the store's clock.
+
+    `sent_at`: the local instant before the request was first sent, if the store knows one later than its call.
+    """
 
     key: str
     lock_id: str
     fence: int
     acquired_at: datetime
     expires_at: datetime
+    sent_at: float | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,0 +1,152 @@
+"""What a process costs, in every pool: connections, threads, memory; and forks of a process that was connected."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import psycopg
+import pytest
+
+from celery_syncguard import SyncGuard
+from tests.fixtures.cluster import ROOT
+from tests.fixtures.polling import poll
+
+APP = "tests.acceptance.apps.pools_bodies"
+REDIS = pytest.mark.parametrize("broker", ["redis"], indirect=True)
+
+OURS = "select count(*) from pg_stat_activity where datname = current_database() and application_name = %s"
+
+
+class Watch:
+    """Looks, as often as it can, how many connections of ours are open."""
+
+    def __init__(self, dsn):
+        self.dsn = dsn
+        self.most = 0
+        self.looks = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self):
+        self._conn = psycopg.connect(self.dsn, autocommit=True, application_name="watch")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._over.set()
+        self._thread.join()
+        self._conn.close()
+
+    def now(self):
+        with psycopg.connect(self.dsn, autocommit=True, application_name="watch") as conn:
+            return conn.execute(OURS, ("celery-syncguard",)).fetchone()[0]
+
+    def _look(self):
+        while not self._over.wait(0.01):
+            self.most = max(self.most, self._conn.execute(OURS, ("celery-syncguard",)).fetchone()[0])
+            self.looks += 1
+
+
+@pytest.mark.parametrize(
+    ("broker", "pool", "concurrency", "count", "processes"),
+    [
+        ("redis", "gevent", 500, 2000, 1),
+        ("rabbitmq", "prefork", 2, 300, 2),
+        ("redis", "threads", 20, 500, 1),
+        ("redis", "solo", 1, 200, 1),
+    ],
+    indirect=["broker"],
+)
+def test_connections_are_two_per_process_at_most_and_none_when_idle(
+    celery_setup, broker, pg_dsn, pool, concurrency, count, processes
+):
+    """case 85, and threads: no lease has one of its own."""
+    conf = {"worker_prefetch_multiplier": 4, "redis_max_connections": 1200}
+    setup = celery_setup(APP, conf=conf, environment={"SYNCGUARD_TEST_MAX_IDLE": "1"})
+    setup.start_worker(pool=pool, concurrency=concurrency)
+    with Watch(pg_dsn) as watch:
+        results = [setup.module.quick.delay(f"k{number}", fail=number % 2 == 1) for number in range(count)]
+        for number, result in enumerate(results):
+            result.get(timeout=90, propagate=False)
+            assert result.state == ("FAILURE" if number % 2 else "SUCCESS"), result.result
+        assert watch.looks > 10
+        assert 1 <= watch.most <= 2 * processes
+        facts = setup.module.facts.delay().get(timeout=30)
+        if pool != "threads":
+            assert facts["threads"] < 10
+        # The standing loop looks once a second, and the pool's own worker about as often.
+        poll(lambda: watch.now() == 0, timeout=30)
+    # And it is there again when it is needed.
+    assert setup.module.quick.delay("again").get(timeout=30) > 0
+
+
+@REDIS
+def test_eight_children_of_a_connected_parent_have_sessions_of_their_own(
+    celery_setup, broker, pg_dsn, tls_proxy, history
+):
+    """case 84, over TLS: the parent took a lock and opened a connection before it forked."""
+    dsn = tls_proxy.dsn(pg_dsn) + "?sslmode=require"
+    environment = {"SYNCGUARD_TEST_PARENT_DSN": dsn, "SYNCGUARD_TEST_NODE": "worker"}
+    setup = celery_setup(APP, dsn=dsn, environment={"SYNCGUARD_TEST_NODE": "test"})
+    worker = setup.start_worker(concurrency=8, environment=environment)
+    with SyncGuard(pg_dsn) as guard:
+        before = guard.inspect("parent")
+        assert f"pid {worker.pid}" in before.holder
+        results = [setup.module.quick.apply_async((f"k{one}",), {"seconds": 0.1}) for one in range(80)]
+        for result in results:
+            assert result.get(timeout=60) > 0
+        assert len({event.pid for event in history.events("start")}) == 8
+        # The parent's lease lives on, renewed by the parent alone.
+        poll(lambda: guard.inspect("parent").since > before.since + 3.5)
+        assert guard.inspect("parent").lock_id == before.lock_id
+    assert "bad record mac" not in worker.logs().lower()
+    assert "SSL error" not in worker.logs()
+    assert "lost the lease" not in worker.logs()
+
+
+@pytest.mark.slow
+def test_memory_and_threads_stay_flat_over_very_many_tasks_half_of_which_fail():
+    """case 97: nothing keeps a request, an exception or a lease. A program of its own, since memory is a process's.
+
+    A hundred thousand take a minute or two, for which there is `python -m tests.acceptance.apps.pools_many 100000`.
+    """
+    count = 20_000
+    command = [sys.executable, "-m", "tests.acceptance.apps.pools_many", str(count)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=115)
+    assert done.returncode == 0, done.stderr[-2000:]
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["succeeded"] == seen["failed"] == count / 2
+    assert seen["leases"] == seen["requests"] == seen["locks"] == 0
+    assert seen["threads"][0] == seen["threads"][-1]
+    first, last = seen["memory"][0], seen["memory"][-1]  # KiB, after a tenth of the tasks and after all
+    assert last - first < 4 * 1024, seen["memory"]
+
+
+def test_a_thousand_waiters_for_one_key_cost_the_database_no_more_than_one(pg_dsn, pg_server):
+    """case 91."""
+    name = pg_dsn.rpartition("/")[2]
+
+    def transactions():
+        time.sleep(0.6)  # the server publishes its counters twice a second
+        query = f"select xact_commit from pg_stat_database where datname = '{name}'"
+        return pg_server.execute(query)[0][0]
+
+    with SyncGuard(pg_dsn) as guard:
+        with guard.hold("a"):
+            threads = [threading.Thread(target=wait_for, args=(guard, "a")) for _ in range(1000)]
+            before = transactions()
+            for thread in threads:
+                thread.start()
+            poll(lambda: len(guard._turns._queues.get("a", ())) == 1000, timeout=30)
+            assert transactions() - before < 100
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+        assert guard.locks() == []
+
+
+def wait_for(guard, key):
+    with guard.hold(key, wait=120):
+        pass
