@@ -118,8 +118,9 @@ class Postgres(_Server):
                 str(data),
                 "-p",
                 str(self.port),
-                "-k",
-                str(self.folder),
+                "-c",
+                # A temporary folder's path may be too long for a socket; we connect by TCP.
+                "unix_socket_directories=",
                 "-c",
                 "listen_addresses=127.0.0.1",
                 "-c",

@@ -1,0 +1,105 @@
+"""The demo is a promise too: it ends by itself, leaves nothing behind, and says what held and what did not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.fixtures.cluster import ROOT
+from tests.fixtures.polling import poll
+
+COMMAND = [sys.executable, "-c", "from celery_syncguard.cli import main; main()", "demo"]
+
+
+def _start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    return subprocess.Popen(
+        [*COMMAND, *arguments],
+        env=environment,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _left(folder: Path) -> list[str]:
+    """Processes that work in the folder, and what lies in it."""
+    processes = []
+    for process in psutil.process_iter():
+        try:
+            command = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if str(folder) in command:
+            processes.append(command)
+    return [*processes, *(path.name for path in folder.iterdir() if path.name.startswith("syncguard-demo-"))]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    # The servers run as another user when the tests run as root, and must be able to enter.
+    for parent in [tmp_path, *tmp_path.parents[:2]]:
+        parent.chmod(0o755)
+    return tmp_path
+
+
+def test_the_demo_holds_every_check_writes_them_and_leaves_nothing_behind(folder: Path) -> None:
+    process = _start(folder, "--json", "checks.json")
+    output, _ = process.communicate(timeout=110)
+    assert process.returncode == 0, output
+    checks = json.loads((folder / "checks.json").read_text())
+    assert f"demo: all {len(checks)} checks held" in output
+    assert len({check["scene"] for check in checks}) == 6
+    assert all(check["held"] for check in checks)
+    assert _left(folder) == []
+
+
+def test_ctrl_c_in_the_middle_of_the_demo_stops_everything(folder: Path) -> None:
+    process = _start(folder)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "start" in line:
+            break
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+
+    def nothing_left() -> None:
+        assert _left(folder) == []
+
+    poll(nothing_left, timeout=10)
+
+
+def test_a_check_that_does_not_hold_fails_the_demo_and_is_named(folder: Path) -> None:
+    # Without its lock the same scene shows the fault that the check is there for.
+    code = (
+        "import sys, uuid\n"
+        "import celery_syncguard.demo as demo\n"
+        "from celery_syncguard.demo import scenes\n"
+        "scenes.SCENES = scenes.SCENES[:1]\n"
+        "build = scenes.Stage._build\n"
+        "def unlocked(stage):\n"
+        "    build(stage)\n"
+        "    task = stage.tasks.charge\n"
+        "    publish = task.apply_async\n"
+        "    task.apply_async = lambda args: publish(args, lock_key='{key}:' + uuid.uuid4().hex)\n"
+        "scenes.Stage._build = unlocked\n"
+        "sys.exit(demo.run())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=folder, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "demo: FAILED" in done.stdout
+    assert "overlap" in done.stdout
+    assert _left(folder) == []
