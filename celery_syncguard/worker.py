@@ -24,13 +24,14 @@ from billiard.einfo import ExceptionWithTraceback
 from billiard.exceptions import TimeLimitExceeded, WorkerLostError
 from celery.signals import task_revoked
 from celery.worker.request import Request
+from celery.worker.state import active_requests
 
 from celery_syncguard import clock, migrate
 from celery_syncguard.errors import SyncGuardError
 from celery_syncguard.events import logger
 from celery_syncguard.loop import Loop
 from celery_syncguard.memory import MemoryStore
-from celery_syncguard.message import claim_of
+from celery_syncguard.message import HEADER, claim_of
 from celery_syncguard.pool import describe_dsn
 from celery_syncguard.postgres import PostgresStore
 from celery_syncguard.process import process_id
@@ -92,6 +93,11 @@ class GuardedRequest(Request):  # type: ignore[misc]
         super().on_accepted(pid, time_accepted)
         _undertaker.watch(pid)
 
+    def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:  # noqa: FBT002 - Celery's
+        """A cold shutdown cuts the task off, perhaps from inside a signal handler."""
+        super().cancel(pool, signal, emit_retry)
+        _undertaker.cut_off(self)
+
     def on_timeout(self, soft: bool, timeout: float) -> None:
         super().on_timeout(soft, timeout)
         if not soft:
@@ -110,7 +116,7 @@ class GuardedRequest(Request):  # type: ignore[misc]
         return bool(self.task.acks_late and self.task.reject_on_worker_lost)
 
     def _end_claim(self) -> None:
-        claim_key = claim_of(self.request_dict.get("syncguard"))
+        claim_key = claim_of(self.request_dict.get(HEADER))
         if claim_key is not None:
             _undertaker.end_claim(claim_key, self.id)
 
@@ -119,7 +125,7 @@ class GuardedRequest(Request):  # type: ignore[misc]
 def _on_revoked(request: Any = None, **_: Any) -> None:
     # Revoked, expired or terminated: the only thing that Celery says of it, and only in the main process.
     headers = getattr(request, "request_dict", None) or getattr(request, "headers", None) or {}
-    claim_key = claim_of(headers.get("syncguard"))
+    claim_key = claim_of(headers.get(HEADER))
     if claim_key is not None:
         _undertaker.end_claim(claim_key, request.id)
 
@@ -164,6 +170,16 @@ class _Undertaker:
             if fd >= 0:
                 self._poll.register(fd, select.POLLIN)
         self._wake()
+
+    def cut_off(self, request: GuardedRequest) -> None:
+        """End the claim of a task that will not end by itself. If it acknowledges late, its message comes again.
+
+        Takes no lock, as a signal handler calls it: the work is done at the thread's next turn, or at the stop.
+        """
+        key = claim_of(request.request_dict.get(HEADER))
+        if key is not None and not request.task.acks_late:
+            task_id = request.id
+            self._work.append((lambda store: store.unclaim(key, task_id=task_id), clock.now() + _PATIENCE))
 
     def end_claim(self, key: str, task_id: str) -> None:
         if self._binding is not None and self._owner == os.getpid():
@@ -228,9 +244,13 @@ class _Undertaker:
         self._break_poll()
         self._loop.stop(timeout=0.5)
         # A cold shutdown has just killed the children: see them off, within reason.
+        for request in tuple(active_requests):
+            if isinstance(request, GuardedRequest):
+                self.cut_off(request)
         if self._poll is not None:
             while clock.now() < until and (self._work or any(not _alive(pid) for pid in self._watched)):
                 self._step()
+        self._work_off()
         self._binding.close()
         self._binding = None
 

@@ -18,7 +18,10 @@ ONE_BROKER = pytest.mark.parametrize("broker", ["redis"], indirect=True)
 
 @pytest.fixture
 def setup(celery_setup, broker, pg_dsn, history):
-    return celery_setup(MODULE, broker=broker, dsn=pg_dsn, history_dsn=pg_dsn)
+    setup = celery_setup(MODULE, broker=broker, dsn=pg_dsn, history_dsn=pg_dsn)
+    yield setup
+    # Before its database goes: what this process still has to confirm.
+    binding.binding_for(setup.app).close()
 
 
 @pytest.fixture
@@ -407,3 +410,18 @@ def test_shutting_down_ends_no_claim_of_what_is_still_queued(setup, history, cla
         assert claims() == {}
     else:
         assert claims() == {"done:b": queued.id}
+
+
+@ONE_BROKER
+@pytest.mark.parametrize("signals", [[signal.SIGQUIT], [signal.SIGTERM, signal.SIGQUIT]], ids=["quit", "term, quit"])
+@pytest.mark.parametrize("task", ["locked", "work"])
+def test_a_cold_shutdown_frees_the_claims_of_what_it_cut_off(setup, history, claims, signals, task):
+    """What was acknowledged early is lost with its worker, so its claim must not stay."""
+    worker = setup.start_worker()
+    task = getattr(setup.module, task)
+    task.delay("a", "never")
+    history.wait_for("start")
+    for signum in signals:
+        worker.signal(signum)
+    worker.wait_exit()
+    poll(lambda: not task.delay("a").duplicate, timeout=20)

@@ -8,6 +8,7 @@ import pytest
 import redis
 from celery import chain
 
+from celery_syncguard import binding
 from tests.fixtures.polling import poll
 
 MODULE = "tests.acceptance.apps.dedup_run_once"
@@ -35,7 +36,10 @@ def _until_quiet(dsn, *, seconds):
 
 @pytest.fixture
 def setup(celery_setup, broker, pg_dsn, history):
-    return celery_setup(MODULE, broker=broker, dsn=pg_dsn, history_dsn=pg_dsn)
+    setup = celery_setup(MODULE, broker=broker, dsn=pg_dsn, history_dsn=pg_dsn)
+    yield setup
+    # Before its database goes: what this process still has to confirm.
+    binding.binding_for(setup.app).close()
 
 
 @pytest.mark.smoke
