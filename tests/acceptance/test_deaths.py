@@ -108,25 +108,18 @@ def test_without_the_undertaker_the_lease_of_a_dead_child_stays(celery_setup, br
 def test_a_body_that_kills_its_process_again_and_again_ends_as_a_failure_that_says_so(
     celery_setup, broker, pg_dsn, history
 ):
-    """case 19"""
+    """case 19. The plain task is the negative control: Celery lets it go on killing."""
     setup = celery_setup(MODULE)
     setup.start_worker(concurrency=2)
+    setup.module.plain_die_again.delay("plain", "killed")
     result = setup.module.die_again.delay("a", "killed")
     with pytest.raises(TooManyDeaths, match="died 2 times while it held 'a'"):
         result.get(timeout=60)
     assert history.count("start", key="a") == 2
     assert result.state == "FAILURE"
+    history.wait_for("start", key="plain", count=3, timeout=60)
     # The key is free for others, and the count was this task's alone.
     assert setup.module.work.delay("a").get(timeout=30) == "a"
     assert {**rows_left(pg_dsn), "deaths": 0} == NOTHING
     with psycopg.connect(pg_dsn) as connection:
         assert connection.execute("select task_id, deaths from syncguard_deaths").fetchall() == [(result.id, 2)]
-
-
-@pytest.mark.parametrize("broker", ["redis"], indirect=True)
-def test_without_the_bound_such_a_body_goes_on_killing(celery_setup, broker, pg_dsn, history):
-    """The negative control of the test before: what Celery does with a plain task."""
-    setup = celery_setup(MODULE)
-    setup.start_worker(concurrency=2)
-    setup.module.plain_die_again.delay("a", "killed")
-    history.wait_for("start", count=3, timeout=60)

@@ -159,47 +159,40 @@ def test_messages_from_producers_without_our_code_are_locked_by_the_worker(celer
     assert history.overlaps() == []
 
 
-@pytest.mark.parametrize("broker", ["redis"], indirect=True)
-@pytest.mark.parametrize("task_name", ["work_late", "plain_work"])
-def test_a_body_longer_than_the_visibility_timeout_runs_once(celery_setup, broker, pg_dsn, history, task_name):
-    """case 14. The plain task is the negative control: it runs beside itself."""
-    setup = celery_setup(MODULE, conf={"broker_transport_options": {"visibility_timeout": 1}})
-    setup.start_worker(concurrency=1)
-    result = getattr(setup.module, task_name).delay("a", "go")
-    (first,) = history.wait_for("start")
-    poll(lambda: datetime.now(timezone.utc) - first.at > timedelta(seconds=1.5))
-    # A worker looks for what is overdue when it starts, and then not for a hundred seconds.
-    setup.start_worker(concurrency=1)
-    if task_name == "plain_work":
-        history.wait_for("start", count=2)
-        assert len(history.overlaps()) == 1
-        setup.open_gate("go")
-        return
+def start_with_twin(setup, history):
+    """Begin a locked body, and an unlocked one as the negative control."""
+    locked = setup.module.work_late.delay("locked", "go")
+    setup.module.plain_work.delay("plain", "go")
+    return locked, history.wait_for("start", count=2)[-1].at
+
+
+def expect_one_body_and_two_of_the_twin(setup, history, locked):
+    history.wait_for("start", key="plain", count=2, timeout=60)
     poll(lambda: "it runs already" in all_logs(setup), timeout=60)
     setup.open_gate("go")
-    assert result.get(timeout=30) == "a"
+    assert locked.get(timeout=30) == "locked"
     poll(lambda: ANSWERED in all_logs(setup), timeout=30)
-    assert history.count("start") == 1
+    assert history.count("start", key="locked") == 1
+    assert {body.key for pair in history.overlaps() for body in pair} == {"plain"}
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_a_body_longer_than_the_visibility_timeout_runs_once(celery_setup, broker, pg_dsn, history):
+    """case 14"""
+    setup = celery_setup(MODULE, conf={"broker_transport_options": {"visibility_timeout": 1}})
+    setup.start_worker(concurrency=2)
+    locked, begun = start_with_twin(setup, history)
+    poll(lambda: datetime.now(timezone.utc) - begun > timedelta(seconds=1.5))
+    # A worker looks for what is overdue when it starts, and then not for a hundred seconds.
+    setup.start_worker(concurrency=2)
+    expect_one_body_and_two_of_the_twin(setup, history, locked)
 
 
 @pytest.mark.parametrize("private_broker", ["rabbitmq"], indirect=True)
-@pytest.mark.parametrize("task_name", ["work_late", "plain_work"])
-def test_a_restarted_broker_delivers_again_and_the_body_runs_once(
-    celery_setup, private_broker, pg_dsn, history, task_name
-):
-    """case 17. The plain task is the negative control: it runs beside itself."""
+def test_a_restarted_broker_delivers_again_and_the_body_runs_once(celery_setup, private_broker, pg_dsn, history):
+    """case 17"""
     setup = celery_setup(MODULE, broker=private_broker)
-    worker = setup.start_worker(concurrency=2)
-    result = getattr(setup.module, task_name).delay("a", "go")
-    history.wait_for("start")
+    setup.start_worker(concurrency=4)
+    locked, _ = start_with_twin(setup, history)
     private_broker.server.restart()
-    if task_name == "plain_work":
-        history.wait_for("start", count=2, timeout=60)
-        assert len(history.overlaps()) == 1
-        setup.open_gate("go")
-        return
-    worker.wait_for_log("it runs already", timeout=60)
-    setup.open_gate("go")
-    assert result.get(timeout=30) == "a"
-    worker.wait_for_log(ANSWERED)
-    assert history.count("start") == 1
+    expect_one_body_and_two_of_the_twin(setup, history, locked)
