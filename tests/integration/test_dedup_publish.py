@@ -416,7 +416,7 @@ def test_a_producer_without_the_tasks_code_gives_its_keys(producer):
     with pytest.raises(InvalidKey):
         send_task(producer.app, "elsewhere.work", dedup_key="")
     (message,) = producer.sent()
-    assert message.headers["syncguard"] == {"key": "l", "claim": "k", "run": "r", "claimed": True}
+    assert {"key": "l", "claim": "k", "run": "r", "claimed": True}.items() <= message.headers["syncguard"].items()
     producer.flush()
     assert producer.claims()["k"][1] > 3500
 
