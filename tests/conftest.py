@@ -1,6 +1,7 @@
 """Fixtures: servers that start when the first test wants them, and databases and queues that no two tests share.
 
-A server is taken from SYNCGUARD_TEST_DSN, SYNCGUARD_TEST_REDIS_URL or SYNCGUARD_TEST_AMQP_URL where those are set.
+A server is taken from SYNCGUARD_TEST_DSN, SYNCGUARD_TEST_REDIS_URL or SYNCGUARD_TEST_AMQP_URL where those are set. With
+SYNCGUARD_TEST_PGBOUNCER=1 the applications of acceptance tests reach PostgreSQL through pgbouncer in transaction mode.
 A test whose server this machine does not have is deselected, and the last lines of the run say so in red; under
 CI=true the run fails instead. Nothing is ever skipped.
 
@@ -258,6 +259,8 @@ def celery_setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sta
 
         def start(module: str, **options: Any) -> CeleryTestSetup:
             options.setdefault("broker", request.node.funcargs.get("broker"))
+            if "dsn" not in options and os.environ.get("SYNCGUARD_TEST_PGBOUNCER"):
+                options["dsn"] = request.getfixturevalue("pgbouncer_dsn")
             options.setdefault("dsn", request.node.funcargs.get("pg_dsn"))
             if (direct := request.node.funcargs.get("pg_dsn")) is not None:
                 options.setdefault("history_dsn", direct)
