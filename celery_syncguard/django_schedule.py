@@ -6,7 +6,6 @@ none, and their edits show after five minutes, or never. So the rows themselves 
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 from typing import Any
 
@@ -14,6 +13,9 @@ from celery_syncguard import clock
 from celery_syncguard.events import logger
 
 __all__ = ["SeesEdits"]
+
+#: Seconds between two looks at the rows, at most.
+_OFTEN_ENOUGH = 5.0
 
 #: Columns that beat itself writes.
 _OURS = {"last_run_at", "total_run_count", "date_changed"}
@@ -26,23 +28,27 @@ class SeesEdits:
     Model: Any
     Entry: Any
     app: Any
-    _last_full_sync: Any
 
     _compared_at: float | None = None
     _print: str | None = None
 
     @property
     def schedule(self) -> Any:
-        now = clock.now()
-        if self._compared_at is not None and now - self._compared_at >= min(self.max_interval, 5.0):
-            self._compared_at = now
-            before, self._print = self._print, self._fingerprint()
-            if self._print != before:
-                self._last_full_sync = datetime.datetime.min  # noqa: DTZ901 - theirs is naive
-        found = super().schedule  # type: ignore[misc]
         if self._compared_at is None:
-            self._compared_at, self._print = now, self._fingerprint()
-        return found
+            self._rows_changed()  # before the first read, so that no edit falls in between
+        return super().schedule  # type: ignore[misc]
+
+    def schedule_changed(self) -> bool:
+        """As theirs, or a row differs from when they were last compared."""
+        told = bool(super().schedule_changed())  # type: ignore[misc]
+        return self._rows_changed() or told
+
+    def _rows_changed(self) -> bool:
+        now = clock.now()
+        if self._compared_at is not None and now - self._compared_at < min(self.max_interval, _OFTEN_ENOUGH):
+            return False
+        before, self._print, self._compared_at = self._print, self._fingerprint(), now
+        return self._print != before
 
     def all_as_schedule(self) -> dict[str, Any]:
         """As theirs; but a row that cannot be read, with a schedule that is gone, does not hide all the others."""

@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any
 
 import kombu
+import psycopg
 
 from tests.fixtures.cluster import CeleryTestSetup
 from tests.fixtures.polling import poll
@@ -68,6 +69,16 @@ class Inbox:
         """Slots of which there is more than one message."""
         seen: set[Any] = set()
         return [message.slot for message in self.messages if message.slot in seen or seen.add(message.slot)]
+
+    def wait_settled(self) -> None:
+        """Wait until what was sent is marked as sent, so that a kill now leaves no copy behind."""
+
+        def settled() -> bool:
+            with psycopg.connect(self.setup.dsn) as connection:
+                row = connection.execute("select count(*) from syncguard_beat_slots where sent_at is null").fetchone()
+            return row == (0,)
+
+        poll(settled)
 
     def _read(self) -> None:
         app = self.setup.app

@@ -136,6 +136,8 @@ def test_a_slot_due_while_the_leader_dies_is_sent_once(beats, broker, pg_dsn, si
         first, _ = start_two(setup)
         (message,) = inbox.wait_for(1)
         time.sleep(2.0 + (-0.1 if side == "before" else 0.1) - (time.monotonic() - message.at))
+        if side == "after":
+            inbox.wait_settled()
         first.kill()
         inbox.wait_for(3)
     instants = sorted(message.due_at for message in inbox.messages)
@@ -527,6 +529,7 @@ def test_no_local_file_is_needed_for_a_start(beats, broker, pg_dsn, inner, tmp_p
             node = start(setup, "-s", str(place))
             node.wait_for_log("elected: this process")
             inbox.wait_for(1)
+            inbox.wait_settled()
             node.kill()
             poll(lambda: pid_of_leader(pg_dsn) is None)
         assert inbox.copies() == []

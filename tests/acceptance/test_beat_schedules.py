@@ -33,6 +33,7 @@ def take_turns(setup, inbox, count=2):
     second = setup.start_beat("-S", "syncguard")
     second.wait_for_log("standby for 'beat'")
     inbox.wait_for(count)
+    inbox.wait_settled()
     first.kill()
     second.wait_for_log("elected: this process", timeout=TTL + 5)
     inbox.wait_for(count)
