@@ -67,7 +67,7 @@ def settle(task: Any, request: Any, skipped: Skipped) -> None:
         context.update(options)
         context.id = options.get("task_id")
         context.group = options.get("group_id")
-        if context.id is not None:
+        if context.id is not None and _is_wanted(task.app, element, options):
             backend.store_result(context.id, marker, SKIPPED, request=context)
         if options.get("chord") is not None:
             backend.on_chord_part_return(context, SKIPPED, marker)
@@ -78,6 +78,14 @@ def settle(task: Any, request: Any, skipped: Skipped) -> None:
             elements.extend([inner["body"]] if inner.get("body") else ())
         elif kind in ("group", "chain"):
             elements.extend(inner.get("tasks") or ())
+
+
+def _is_wanted(app: Any, element: Any, options: Any) -> bool:
+    """Whether anybody cares for the result of a step that was not sent yet."""
+    ignored = options.get("ignore_result")
+    if ignored is None:
+        ignored = getattr(app.tasks.get(element.get("task")), "ignore_result", False)
+    return not ignored
 
 
 def _members(header: Any) -> Any:

@@ -4,6 +4,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import redis
 from celery import chain, chord, group
 from celery.exceptions import ChordError
 
@@ -214,4 +215,29 @@ def test_a_result_backend_that_looks_for_the_end_of_a_chord_finds_it(celery_setu
     assert marker["key"] == "held"
     assert free == "free"
     assert isinstance(chain(blocked, tasks.plain.s(tag="never")).apply_async().get(timeout=30), Skipped)
+    setup.open_gate("release")
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+@pytest.mark.parametrize("backend", [None, "of the broker"])
+def test_a_skip_whose_result_nobody_wants_is_logged_and_nothing_is_stored(
+    celery_setup, broker, pg_dsn, history, backend
+):
+    """case 2, case 80"""
+    conf = {"result_backend": None} if backend is None else {"task_ignore_result": True}
+    setup = celery_setup(MODULE, conf=conf)
+    worker = setup.start_worker(concurrency=2)
+    tasks = setup.module
+    holder = tasks.hold.delay("held")
+    history.wait_for("holds")
+    skipped = tasks.step.s(key="held", tag="never").set(lock_on_held="skip")
+    chain(skipped, tasks.step.s(key="free", tag="never")).apply_async()
+    worker.wait_for_log(rf"skipped: 'held' is held by \S*hold\[{holder.id}\]")
+    tasks.step.delay(key="free", tag="next")
+    history.wait_for("step", key="free")
+    assert [row.note for row in history.events("step")] == ["next"]
+    assert "Traceback" not in worker.logs()
+    if backend is not None:
+        with redis.Redis.from_url(broker.result_backend) as client:
+            assert list(client.scan_iter("celery-task-meta-*")) == []
     setup.open_gate("release")
