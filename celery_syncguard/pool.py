@@ -73,7 +73,8 @@ def connection_parameters(dsn: str, *, timeout: float) -> dict[str, Any]:
             "syncguard_dsn is not a PostgreSQL connection string (expected postgresql://user@host/database "
             "or host=… dbname=…)"
         ) from None
-    return {**_NETWORK, "connect_timeout": str(max(2, round(timeout))), **parameters}
+    # Text is UTF-8 on the way, whatever the database is encoded in; one in SQL_ASCII would make it bytes.
+    return {**_NETWORK, "connect_timeout": str(max(2, round(timeout))), **parameters, "client_encoding": "UTF8"}
 
 
 def describe_dsn(dsn: str) -> str:
@@ -148,8 +149,7 @@ def _text(value: Any) -> bytes | None:
 
 
 def _settings(parameters: dict[str, Any]) -> dict[str, Any]:
-    # `Connection.call` reads and writes UTF-8, whatever the database is encoded in.
-    return {**parameters, "client_encoding": "UTF8", "autocommit": True, "prepare_threshold": None}
+    return {**parameters, "autocommit": True, "prepare_threshold": None}
 
 
 class Pool:
@@ -162,6 +162,7 @@ class Pool:
         self._mutex = threading.Lock()
         self._pool: psycopg_pool.ConnectionPool[Connection] | None = None
         self._last_error: Exception | None = None
+        self._lent_at = -math.inf
         self._returned_at = -math.inf
         self._closed = False
 
@@ -175,6 +176,7 @@ class Pool:
         pool = self._pool or self._open()
         conn = self._borrow(pool)
         try:
+            self._lent_at = clock.now()
             yield conn
         finally:
             if not conn.closed:
@@ -194,6 +196,8 @@ class Pool:
             except psycopg_pool.PoolClosed as exc:
                 raise StoreUnavailable("this SyncGuard was closed") from exc
         cause = self._last_error
+        if cause is None and max(self._lent_at, self._returned_at) < clock.now() - self._timeout - LOCK_TIMEOUT - 1.0:
+            self._replace(pool)
         detail = str(cause).strip() if cause is not None else "all connections of this process are in use"
         raise StoreUnavailable(f"no connection to PostgreSQL within {self._timeout:g} s: {detail}") from failure
 
@@ -201,6 +205,14 @@ class Pool:
         # The timeout is for a server that does not answer. Where it does, a long queue moves, and whoever gave up and
         # came back would only make it longer.
         return max(started_at, min(self._returned_at, started_at + LONGEST_QUEUE)) + self._timeout
+
+    def _replace(self, pool: psycopg_pool.ConnectionPool[Connection]) -> None:
+        # No statement takes so long: what was lent is lost, to an exception that came into its thread (a soft time limit,
+        # an interrupt) between the pool's steps.
+        with self._mutex:
+            if self._pool is pool:
+                self._pool = None
+        pool.close(timeout=0.0)
 
     def _open(self) -> psycopg_pool.ConnectionPool[Connection]:
         with self._mutex:

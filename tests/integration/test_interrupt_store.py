@@ -1,0 +1,65 @@
+"""An exception that comes into a thread in the middle of our own calls, as interrupts and soft time limits do."""
+
+import random
+import threading
+
+import pytest
+
+from celery_syncguard import LeaseLost, LockHeld, StoreUnavailable, SyncGuard
+from celery_syncguard.interrupt import _raise_in
+from tests.fixtures.polling import poll
+
+
+@pytest.fixture
+def guard(pg_dsn):
+    with SyncGuard(pg_dsn, timeout=0.5) as one:
+        yield one
+
+
+def test_a_connection_that_was_lost_to_an_exception_is_replaced(guard):
+    """Else a process with one connection for its work would never get one again."""
+    with guard.hold("a"):
+        pass
+    lost = guard.store._pool._pool.getconn()
+    with pytest.raises(StoreUnavailable, match="in use"):
+        guard.try_acquire("b")
+
+    def check():
+        try:
+            return guard.try_acquire("b")
+        except StoreUnavailable as exc:
+            raise AssertionError from exc
+
+    assert poll(check, timeout=20).release()
+    assert not lost.closed
+
+
+def test_exceptions_between_our_steps_leave_a_guard_that_works_and_no_lock(guard):
+    interrupted = []
+    over = threading.Event()
+
+    def work():
+        while not over.is_set():
+            try:
+                while not over.is_set():
+                    with guard.hold("a", ttl=1, wait=5):
+                        pass
+            except LeaseLost:
+                interrupted.append(1)
+            except (LockHeld, StoreUnavailable):
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for number in range(300):
+        over.wait(random.uniform(0.0, 0.02))
+        _raise_in(threads[number % 2].ident, LeaseLost)
+    over.set()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert len(interrupted) > 30
+    # A lease whose acquire was cut off is freed in the background, or ends at its ttl.
+    poll(lambda: guard.store.run(lambda conn: conn.execute("select true").fetchone()), timeout=20)
+    poll(lambda: not guard.locks(), timeout=20)
