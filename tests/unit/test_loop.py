@@ -73,7 +73,7 @@ def test_a_stop_is_bounded_and_may_come_from_the_loop_itself() -> None:
     poll(lambda: threads("test-loop-stuck") == 0)
 
     itself: list[Loop] = []
-    itself.append(Loop("test-loop-itself", lambda: itself[0].stop()))  # noqa: PLW0108 - not there yet
+    itself.append(Loop("test-loop-itself", lambda: itself[0].stop()))
     itself[0].start()
     poll(lambda: threads("test-loop-itself") == 0)
 
