@@ -46,8 +46,18 @@ from kombu.utils.objects import cached_property
 
 from celery_syncguard import binding, clock, signals
 from celery_syncguard.config import CATCH_UP
-from celery_syncguard.errors import DuplicateTask, ImproperlyConfigured, LeaseLost, NoLease, SyncGuardError
+from celery_syncguard.errors import (
+    DuplicateTask,
+    ImproperlyConfigured,
+    InvalidKey,
+    LeaseLost,
+    NoLease,
+    SchemaBehind,
+    StoreUnavailable,
+    SyncGuardError,
+)
 from celery_syncguard.events import logger
+from celery_syncguard.key import normalize_key
 from celery_syncguard.leadership import Leadership
 from celery_syncguard.lease import Lease
 from celery_syncguard.pool import describe_dsn
@@ -320,6 +330,15 @@ class _Place:
     next_due: datetime | None = None
     pending: list[datetime] = dataclasses.field(default_factory=list)  # due and to be sent, in order
     unsent: set[datetime] = dataclasses.field(default_factory=set)  # claimed and not sent
+    refusals: int = 0
+    quiet_until: float = 0.0
+
+    def refused(self) -> float:
+        """Seconds for which this entry is left alone."""
+        self.refusals += 1
+        pause = min(60.0, 2.0 ** min(self.refusals, 6))
+        self.quiet_until = clock.now() + pause
+        return pause
 
 
 _classes: dict[type, type] = {}
@@ -433,7 +452,7 @@ class _SlotSending:
             return False, self.max_interval
 
     def _enter(self, schedule: Mapping[str, Any]) -> None:
-        texts = {name: describe(entry.schedule) for name, entry in schedule.items()}
+        texts = {name: describe(entry.schedule) for name, entry in schedule.items() if _storable(name)}
         entered = self._slots.enter(self._lease, texts)
         if entered is None:
             raise self._lease.loss("the database says that it is gone")
@@ -484,6 +503,9 @@ class _SlotSending:
             place = self._places.get(entry.name)
             if place is None:
                 return False, self.max_interval
+        quiet = place.quiet_until - clock.now()
+        if quiet > 0:
+            return False, quiet
         now = self._now()
         if not place.planned:
             self._plan(entry.schedule, place)
@@ -590,6 +612,7 @@ class _SlotSending:
         place.pending = rest
         place.unsent.discard(slot.due_at)
         place.runs += 1
+        place.refusals = 0
         if problem is not None:
             return
         if self._broker_failures:
@@ -632,14 +655,23 @@ class _SlotSending:
         """Whether the slot is done with although its message was not published."""
         causes = list(_causes(problem))
         for cause in causes:
-            if isinstance(cause, (LeaseLost, NoLease)):
+            if isinstance(cause, (LeaseLost, NoLease, StoreUnavailable, SchemaBehind)):
                 raise cause
-        if any(isinstance(cause, DuplicateTask) for cause in causes):
-            logger.info("%r is a duplicate: %s", entry.name, next(c for c in causes if isinstance(c, DuplicateTask)))
-            self._slots.sent(slot, term=int(self._lease.fence))
-            return True
-        transient = (OperationalError, OSError, SyncGuardError, *self.connection.connection_errors)
-        if any(isinstance(cause, (*transient, *self.connection.channel_errors)) for cause in causes):
+            if isinstance(cause, DuplicateTask):
+                logger.info("%r is a duplicate: %s", entry.name, cause)
+                self._slots.sent(slot, term=int(self._lease.fence))
+                return True
+        # A channel error comes wrapped like a connection error, so it is looked for first.
+        if any(isinstance(cause, self.connection.channel_errors) for cause in causes):
+            # The broker answers, and does not want this message: no such queue, no permission. The others may go on.
+            pause = self._places[entry.name].refused()
+            logger.error("the broker refuses %r, trying again in %.0f s: %s", entry.name, pause, causes[-1])
+            self._drop_connection()
+            self._heap = None
+            return False
+        # Redis's transport counts a KeyError, which can as well come from the task's own code.
+        gone = [kind for kind in self.connection.connection_errors if kind is not KeyError]
+        if any(isinstance(cause, (OperationalError, OSError, *gone)) for cause in causes):
             self._broker_failed(entry, causes[-1])
             return False
         logger.error("%r cannot be sent, its slot at %s is given up", entry.name, slot.due_at, exc_info=problem)
@@ -654,10 +686,13 @@ class _SlotSending:
         )
         self._broker_failures += 1
         self._quiet_until = clock.now() + pause
-        self._heap = None  # Celery has put the entry back for its next slot
+        self._heap = None  # the entry was put back for its next slot
         if self._broker_failures == 2:
             self.failure = f"{type(exc).__name__}: {exc}"[:500]
             logger.warning("cannot send %r, the broker does not answer; trying again: %s", entry.name, self.failure)
+        self._drop_connection()
+
+    def _drop_connection(self) -> None:
         connection = self.__dict__.pop("connection", None)
         self.__dict__.pop("producer", None)
         if connection is not None:
@@ -694,6 +729,15 @@ class _SlotSending:
 
         producer.publish = publish_as_leader
         return producer
+
+
+def _storable(name: str) -> bool:
+    try:
+        normalize_key(name, what="name of a beat entry")
+    except InvalidKey as exc:
+        logger.error("an entry is left out: %s", exc)
+        return False
+    return True
 
 
 def _causes(exc: BaseException | None) -> Iterator[BaseException]:

@@ -126,6 +126,34 @@ def test_an_entry_that_cannot_be_understood_does_not_stop_the_others(scheduler, 
     assert "bad" in caplog.text
 
 
+def test_a_name_that_cannot_be_stored_leaves_out_its_entry_alone(scheduler, monkeypatch, caplog):
+    hand = Clock(monkeypatch)
+    one = lead(scheduler(make_app({"a\0b": every(10), "good": every(10)})))
+    hand.ahead += 11
+    poll(lambda: one.tick() is not None and "good" in {entry for entry, _ in sent(one)})
+    assert "an entry is left out" in caplog.text
+
+
+def test_a_message_that_the_broker_refuses_keeps_its_entry_back_alone(scheduler, monkeypatch, caplog):
+    hand = Clock(monkeypatch)
+
+    app = make_app({"bad": every(10, queue="bad"), "good": every(10)})
+    one = lead(scheduler(app))
+    refused = one._inner.connection.channel_errors[0]
+    right = one._inner.producer.publish
+
+    def publish(*args, **kwargs):
+        if kwargs["routing_key"] == "bad":
+            raise refused("no queue 'bad'")
+        return right(*args, **kwargs)
+
+    one._inner.producer.publish = publish
+    hand.ahead += 11
+    poll(lambda: one.tick() is not None and "the broker refuses 'bad'" in caplog.text)
+    poll(lambda: one.tick() is not None and "good" in {entry for entry, _ in sent(one)})
+    assert "bad" not in {entry for entry, _ in sent(one)}
+
+
 def test_a_message_that_can_never_be_sent_is_given_up_loudly_and_alone(scheduler, monkeypatch, caplog):
     hand = Clock(monkeypatch)
     bad = every(10)
