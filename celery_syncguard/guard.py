@@ -278,11 +278,15 @@ class SyncGuard:
         release = Release(key=lease.key, lock_id=lease.lock_id, task_id=lease.task_id, **extras)
         try:
             released = self.store.release(release)
-        except StoreUnavailable as exc:
-            until = max(clock.now(), lease.deadline) + lease.ttl
-            logger.warning("could not release %r, trying again in the background: %s", lease.key, exc)
-            self._renewer.release_later(release, until=until)
-            return False
+        except BaseException as exc:
+            if isinstance(exc, SyncGuardError) and not isinstance(exc, StoreUnavailable):
+                raise
+            # No answer, or a soft time limit or Ctrl-C in the middle of it.
+            logger.warning("could not release %r, trying again in the background: %r", lease.key, exc)
+            self._renewer.release_later(release, until=max(clock.now(), lease.deadline) + lease.ttl)
+            if isinstance(exc, StoreUnavailable):
+                return False
+            raise
         if not released and not lost:
             logger.warning("%r was not ours any more when it was released (fence %d)", lease.key, lease.fence)
         return released

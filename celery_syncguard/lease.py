@@ -185,6 +185,7 @@ class Lease:
         Raises:
             LeaseLost: the lease is not held any more; nothing of this transaction may be committed.
             NotInTransaction: the connection is in autocommit with no transaction open; see `transaction`.
+            StoreUnavailable: somebody else has had the lock's row locked for 2 s; roll back.
         """
         self.check()
         self._keeper.prove_lease(self, conn)

@@ -23,7 +23,7 @@ from psycopg import sql
 
 from celery_syncguard import clock
 from celery_syncguard.caller import caller
-from celery_syncguard.errors import SchemaBehind, StoreUnavailable, SyncGuardError
+from celery_syncguard.errors import InvalidKey, SchemaBehind, StoreUnavailable, SyncGuardError
 from celery_syncguard.events import logger
 from celery_syncguard.listen import Listener
 from celery_syncguard.pool import Connection, Pool, Session, connection_parameters, describe_dsn
@@ -46,7 +46,9 @@ _QUERIES = {
     "list": "SELECT * FROM {}syncguard_list(%s, %s)",
     "prune": "SELECT to_json({}syncguard_prune($1, $2))",
     "wait": "SELECT to_json({}syncguard_wait($1, $2))",
-    "claim": "SELECT to_json({}syncguard_claim($1, $2, $3, $4, $5))",
+    # Does not wait for the disk: its confirmation does, a moment later and many in one. A crash of the server in between
+    # costs at most a second copy in the queue.
+    "claim": "SELECT to_json({}syncguard_claim($1, $2, $3, $4, $5)), set_config('synchronous_commit', 'off', TRUE)",
     "confirm": "SELECT to_json({}syncguard_confirm($1, $2, $3))",
     "unclaim": "SELECT to_json({}syncguard_unclaim($1, $2))",
     "fenced": "SELECT {}syncguard_fenced(%s, %s, %s)",
@@ -259,6 +261,10 @@ class PostgresStore:
         try:
             return caller(conn).rows(_QUERIES[name].format(prefix), parameters)[0][0]
         except Exception as exc:
+            if name == "fenced" and _sqlstate(exc) == pg.LockNotAvailable.sqlstate:
+                raise StoreUnavailable(
+                    f"the lock row of {parameters[0]!r} is locked by another transaction: roll back and try again"
+                ) from exc
             if "syncguard_" in str(exc) and "does not exist" in str(exc):
                 raise SchemaBehind(
                     f"this connection does not see syncguard_{name}(): lease.{name}() needs a connection to the "
@@ -353,6 +359,16 @@ class _Facts:
         raise fact(exc, dsn=self._store.dsn, schema=self._store.schema) from exc
 
 
+def _sqlstate(exc: BaseException | None) -> str | None:
+    """Of an error of the caller's driver, or of what wraps it."""
+    while exc is not None:
+        state = getattr(exc, "sqlstate", None) or getattr(exc, "pgcode", None)
+        if state:
+            return str(state)
+        exc = exc.__cause__
+    return None
+
+
 def fact(exc: psycopg.Error, *, dsn: str, schema: str | None) -> SyncGuardError:
     """Our error for psycopg's: what happened, where, and what to do about it."""
     where = describe_dsn(dsn)
@@ -362,6 +378,9 @@ def fact(exc: psycopg.Error, *, dsn: str, schema: str | None) -> SyncGuardError:
     if isinstance(exc, _MISSING):
         place = f"schema {schema!r} of {where}" if schema else where
         return SchemaBehind(f"{place} lacks syncguard's tables or functions ({text}): run `celery syncguard migrate`")
+    if isinstance(exc, (psycopg.DataError, pg.ProgramLimitExceeded)):
+        # Time does not cure it, and a task that came back with it would come back for ever.
+        return InvalidKey(f"{where} cannot store this key, holder or task id: {text}")
     if isinstance(exc, pg.InsufficientPrivilege):
         return StoreUnavailable(
             f"{where}: {text}. Grant the worker's role what it needs: GRANT USAGE ON SCHEMA {schema or 'public'}, and "

@@ -430,6 +430,7 @@ $$;
 -- caller must not commit. Renewals are not held up.
 CREATE FUNCTION syncguard_fenced(p_key TEXT, p_lock_id TEXT, p_fence BIGINT) RETURNS BOOLEAN
 LANGUAGE plpgsql VOLATILE
+SET lock_timeout = '2s'
 SET search_path FROM CURRENT
 AS $$
 DECLARE
