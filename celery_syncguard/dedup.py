@@ -226,6 +226,7 @@ def send_task(
     ):
         if key is not None:
             header[entry] = public_key(key, what=what)
+            header["given"] = [*header.get("given", ()), entry]
 
     def send(**call: Any) -> Any:
         return app.send_task(name, args, kwargs, **call)

@@ -12,7 +12,8 @@ from typing import Any
 __all__ = ["HEADER", "claim_of", "header_of"]
 
 #: Its entries, each optional: `key`, `run`, `claim` (text); `claimed` (the publisher made the claim); `options`
-#: (overrides of this call); `held` (how often the message came back because the lock was held).
+#: (overrides of this call); `held` (how often the message came back because the lock was held); `given` (which of the
+#: keys were given for this call, so that other arguments in a retry do not change them); `serializer` (of this call).
 HEADER = "syncguard"
 
 

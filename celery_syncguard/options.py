@@ -12,6 +12,7 @@ import enum
 import hashlib
 import inspect
 import json
+import operator
 import string
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -197,6 +198,8 @@ class _KeyFormatter(string.Formatter):
 _formatter = _KeyFormatter()
 
 _PLAIN = frozenset({str, int})
+_SCALARS = (int, float, type(None))
+_first = operator.itemgetter(0)
 
 
 def plain(value: Any) -> Any:
@@ -212,8 +215,19 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(one) for one in value]
     if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.items()}
+        return dict(sorted(((_name(key), plain(one)) for key, one in value.items()), key=_first))
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(one) for one in value), key=repr)
+    if not isinstance(value, (*_SCALARS, str, bytes)) and f"{id(value):x}" in str(value):
+        # An equal value in another process would make another key, and nothing would be locked.
+        raise InvalidKey(f"a {type(value).__name__} has no text but its address in memory: name what tells it apart")
     return value
+
+
+def _name(key: Any) -> str:
+    """The key of a dict as JSON makes it: text, whatever it was."""
+    key = plain(key)
+    return key if isinstance(key, str) else json.dumps(key) if isinstance(key, _SCALARS) else str(key)
 
 
 class Template:

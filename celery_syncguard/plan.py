@@ -80,6 +80,8 @@ class Plan:
                 dump = getattr(task, "_dump_pydantic_arguments", None)
                 dumped = dump(args, kwargs) if dump is not None else (args, kwargs)
             header[entry] = self._key(task, name, source, *dumped, serializer=serializer)
+            if name in overrides:
+                header["given"] = [*header.get("given", ()), entry]
         return options
 
     def _key(

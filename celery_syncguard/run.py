@@ -28,7 +28,7 @@ from celery_syncguard.errors import LeaseLost, LockHeld, SchemaBehind, StoreUnav
 from celery_syncguard.events import logger
 from celery_syncguard.guard import lock_held
 from celery_syncguard.interrupt import Interrupt, interrupt_for
-from celery_syncguard.key import MAX_KEY_BYTES, RESERVED_PREFIX, new_lock_id
+from celery_syncguard.key import MAX_KEY_BYTES, RESERVED_PREFIX, new_lock_id, public_key
 from celery_syncguard.lease import Lease
 from celery_syncguard.message import HEADER, header_of
 from celery_syncguard.options import TaskOptions
@@ -90,6 +90,12 @@ class Run:
     def of(cls, task: Any, request: Any, args: Any, kwargs: Any) -> Run:
         """For the delivery that `request` describes. Computes the keys that its message lacks."""
         header = header_of(request.headers)
+        for entry in ("key", "run", "claim"):
+            # Whoever sent it may not be this library.
+            if header.get(entry) is not None:
+                header[entry] = public_key(header[entry], what=f"{entry} in the header of a message")
+            else:
+                header.pop(entry, None)
         options = task.plan().complete(task, header, args, kwargs, {})
         return cls(task, request, header, options)
 
@@ -456,6 +462,9 @@ class Run:
             countdown=delay,
             retries=self.request.retries,
             ignore_result=not skipped.wants_result(self.task, self.request),
+            # What logs may show of the arguments was for the publisher to say.
+            argsrepr=getattr(self.request, "argsrepr", None),
+            kwargsrepr=getattr(self.request, "kwargsrepr", None),
             add_to_parent=False,
         )
         try:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from celery import Task
 from celery.result import EagerResult
 from celery.states import SUCCESS
+from celery.utils.imports import symbol_by_name
 
 from celery_syncguard import binding, dedup
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, NoLease, TooManyDeaths
@@ -60,6 +61,8 @@ class LockedTask(Task):  # type: ignore[misc]
         super().on_bound(app)
         if cls.__dict__.get("abstract") or cls is LockedTask:
             return
+        if cls.Request is not LockedTask.Request:
+            _check_request(cls)
         binding.attach(app)
         cls.reports_start = cls.reports_start or bool(cls.track_started)
         cls.track_started = False
@@ -102,6 +105,8 @@ class LockedTask(Task):  # type: ignore[misc]
         overrides = take_overrides(options)
         plan = self.plan()
         header = header_of(options.get("headers"))
+        if options.get("serializer"):
+            header["serializer"] = options["serializer"]
         if args is not None and not isinstance(args, (list, tuple)):
             raise TypeError(f"task args must be a list or tuple, got {type(args).__name__}")
         call: dict[str, Any] = dict(options, task_id=task_id)
@@ -138,21 +143,55 @@ class LockedTask(Task):  # type: ignore[misc]
             return _answered(result)
         return result
 
+    def map(self, it: Any) -> Any:
+        """Refused, as `starmap` and `chunks` are, for a task with a key: Celery runs their items as plain calls.
+
+        Raises:
+            ImproperlyConfigured: always, unless the task has no key.
+        """
+        self._refuse_plain_calls("map")
+        return super().map(it)
+
+    def starmap(self, it: Any) -> Any:
+        """See `map`."""
+        self._refuse_plain_calls("starmap")
+        return super().starmap(it)
+
+    def chunks(self, it: Any, n: int) -> Any:
+        """See `map`."""
+        self._refuse_plain_calls("chunks")
+        return super().chunks(it, n)
+
+    def _refuse_plain_calls(self, canvas: str) -> None:
+        options = self.plan().options
+        if options.lock_key or options.dedup_key or options.run_once:
+            raise ImproperlyConfigured(
+                f"{self.name}.{canvas}() would run without the lock, as Celery calls the body for each item: use a group"
+            )
+
     def signature_from_request(
         self, request: Any = None, args: Any = None, kwargs: Any = None, queue: Any = None, **options: Any
     ) -> Any:
-        """A retry with other arguments gets the keys of those, and keeps its claim if that is the same."""
+        """A retry with other arguments gets the keys of those, and keeps its claim if that is the same. Keys that were
+        given for this call stay: a retry that lost them would run without the lock that its caller wanted. The same
+        serializer again, as another one may change the arguments.
+        """
         request = self.request if request is None else request
+        if serializer := header_of(request.headers).get("serializer"):
+            options.setdefault("serializer", serializer)
         changed = (args is not None and list(args) != list(request.args or ())) or (
             kwargs is not None and dict(kwargs) != dict(request.kwargs or {})
         )
         if changed and "headers" not in options and request.headers:
             before = header_of(request.headers)
-            header = {name: value for name, value in before.items() if name not in ("key", "run", "claim", "claimed")}
+            made_anew = {"key", "run", "claim"}.difference(before.get("given", ())) | {"claimed"}
+            header = {name: value for name, value in before.items() if name not in made_anew}
             # Computed now, so that the end of this attempt knows whether its claim goes on.
             new_args = request.args if args is None else args
             new_kwargs = request.kwargs if kwargs is None else kwargs
-            self.plan().complete(self, header, tuple(new_args or ()), dict(new_kwargs or {}), {})
+            self.plan().complete(
+                self, header, tuple(new_args or ()), dict(new_kwargs or {}), {}, serializer=options.get("serializer")
+            )
             if header.get("claim") == before.get("claim") and before.get("claimed"):
                 header["claimed"] = True
             options["headers"] = {**request.headers, HEADER: header}
@@ -199,6 +238,17 @@ class _EagerlySkipped(EagerResult):  # type: ignore[misc]
         return self.result
 
     wait = get
+
+
+def _check_request(cls: type[LockedTask]) -> None:
+    """A Request of the user's own: without ours in it nobody would see to the leases of a child that died."""
+    from celery_syncguard.worker import GuardedRequest
+
+    if not issubclass(symbol_by_name(cls.Request), GuardedRequest):
+        raise ImproperlyConfigured(
+            f"{cls.__name__}: its Request has to inherit from celery_syncguard.worker.GuardedRequest, which frees what a "
+            f"dead child held"
+        )
 
 
 def _answered(result: Any) -> Any:
