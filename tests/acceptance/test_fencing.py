@@ -34,7 +34,7 @@ def holders_frozen(setup, *, seed):
     guard = binding.guard_for(setup.app)
 
     def freeze():
-        while not over.wait(choose.uniform(0.1, 0.5)):
+        while not over.wait(choose.uniform(0.3, 1.2)):
             row = guard.inspect("counter")
             pid = row and row.holder and int(re.search(r"pid (\d+)", row.holder)[1])
             for worker in setup.worker_cluster:
