@@ -47,6 +47,8 @@ LEADER_PREFIX = RESERVED_PREFIX + "leader:"
 
 #: Seconds after which a standby looks again although it heard nothing: a pooler may keep notifications from it.
 _LOOK = 0.8
+#: Seconds without an answer after which a standby is not healthy.
+_SILENCE = 3.0
 #: Bounds in seconds of the pause while the database cannot be asked.
 _AGAIN = (0.3, 2.0)
 #: Seconds between two log lines about a database that cannot be asked.
@@ -169,7 +171,7 @@ class Leadership:
         lease = self.lease
         if lease is not None:
             return lease.remaining > self.ttl / 3
-        return self._answered_at is not None and clock.now() - self._answered_at < 5.0
+        return self._answered_at is not None and clock.now() - self._answered_at < _SILENCE
 
     def elect(self, *, timeout: float | None = None) -> Lease | None:
         """Wait to be elected, at most `timeout` seconds (None: for as long as it takes). The lease of the term, or None.
@@ -310,8 +312,9 @@ class Leadership:
             with contextlib.suppress(SyncGuardError):
                 self._guard.store.release(Release(key=lease.key, lock_id=lease.lock_id))
         else:
-            logger.info("%s: this process leads %r no more, term %d is over", reason, self.key, lease.fence)
+            # Before it is logged: a signal handler that waits for this may have interrupted somebody who is logging.
             lease.release()
+            logger.info("%s: this process leads %r no more, term %d is over", reason, self.key, lease.fence)
         self._call(self._on_lost, lease)
 
     def _noticed(self, _lease: Lease) -> None:

@@ -5,6 +5,7 @@ import re
 import time
 from signal import SIGTERM
 
+import kombu
 import psycopg
 import pytest
 
@@ -434,6 +435,19 @@ def test_a_broker_slower_than_the_lease_costs_neither_leadership_nor_slots(beats
         } == {1}
         assert inbox.copies() == []
         assert "no longer leads" not in first.logs()
+
+
+@pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
+def test_a_message_that_the_broker_refuses_keeps_nobody_else_waiting(beats, broker, pg_dsn):
+    """A queue that exists with other properties: RabbitMQ answers 406 and closes the channel."""
+    setup = beats({"refused": {"every": 1.0, "queue": f"{broker.queue}-other"}, "fast": 1.0})
+    with setup.app.connection_for_write() as connection:
+        kombu.Queue(f"{broker.queue}-other", durable=False, auto_delete=True).bind(connection.default_channel).declare()
+    with Inbox(setup) as inbox:
+        node = start(setup)
+        node.wait_for_log("the broker refuses 'refused'")
+        inbox.wait_for(3, entry="fast")
+        assert node.alive
 
 
 # Configuration and clocks
