@@ -14,7 +14,9 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
+from benchmarks import report
 from benchmarks.measure import Estimate, Figure
+from benchmarks.report import number as _number
 from benchmarks.rig import ROOT, machine, rig
 
 ROWS = (
@@ -58,13 +60,19 @@ def main() -> int:
     facts["seconds"] = round(time.monotonic() - began)
     facts["measured_at"] = datetime.now(tz=timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
-    published = not options.quick and not options.only
+    published = not (options.quick or options.only or options.json)
     target = options.json or (RESULTS / "latest.json" if published else ROOT / "benchmarks" / "out" / "latest.json")
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(_as_json({"machine": facts, "figures": [dataclasses.asdict(figure) for figure in figures]}))
+    target.write_text(
+        _as_json(
+            {"machine": facts, "figures": [{**dataclasses.asdict(figure), "met": figure.met} for figure in figures]}
+        )
+    )
     from benchmarks import plots
 
     plots.draw(figures, target.parent)
+    if published:
+        report.write()
     with_goal = [figure for figure in figures if figure.goal is not None]
     met = sum(figure.met is True for figure in with_goal)
     print(f"bench: {met} of {len(with_goal)} goals met, {facts['seconds']} s, figures in {_shown(target)}")
@@ -83,12 +91,6 @@ def _print(figures: Iterable[Figure]) -> None:
 def _text(value: Estimate, unit: str) -> str:
     interval = "" if value.low == value.high else f" [{_number(value.low)}, {_number(value.high)}]"
     return f"{_number(value.median)}{interval} {unit}".rstrip()
-
-
-def _number(value: float) -> str:
-    if not math.isfinite(value):
-        return str(value)
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _shown(path: Path) -> Path:

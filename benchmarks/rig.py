@@ -212,5 +212,6 @@ def machine(rig: Rig) -> dict[str, Any]:
         "redis": str(client.info("server").get("redis_version", "")),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cpu": model,
+        "load": round(os.getloadavg()[0], 1),
         "system": f"{platform.system()} {platform.release()}",
     }
