@@ -69,9 +69,10 @@ def settle(task: Any, request: Any, skipped: Skipped) -> None:
         context.group = options.get("group_id")
         if context.id is not None and _is_wanted(task.app, element, options):
             backend.store_result(context.id, marker, SKIPPED, request=context)
-        if options.get("chord") is not None:
-            backend.on_chord_part_return(context, SKIPPED, marker)
         kind = element.get("subtask_type")
+        # A group or a chord carries its chord's signature too, but only the tasks in it count as parts.
+        if options.get("chord") is not None and not kind:
+            backend.on_chord_part_return(context, SKIPPED, marker)
         inner = element.get("kwargs") or {}
         if kind == "chord":
             elements.extend(_members(inner.get("header")))

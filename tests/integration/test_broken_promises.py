@@ -8,7 +8,7 @@ import threading
 
 import psycopg
 import pytest
-from celery import Celery
+from celery import Celery, chain, chord, group
 from celery.worker.request import Request
 
 from celery_syncguard import LockedTask, SyncGuard, binding, migrate
@@ -323,3 +323,28 @@ def test_a_soft_time_limit_in_the_middle_of_a_release_does_not_leave_the_lock_to
         pg_proxy.cut()
         pg_proxy.resume()
         poll(lambda: other.inspect("k") is None, timeout=30)
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_a_chord_ends_though_the_step_before_a_group_in_its_header_was_skipped(celery_setup, broker, pg_dsn, history):
+    """The group was counted as a part of its own, so one part came too many and the body never ran."""
+    setup = celery_setup("tests.acceptance.apps.locks_canvas")
+    setup.start_worker(pool="threads", concurrency=4)
+    step, plain, collect = setup.module.step, setup.module.plain, setup.module.collect
+
+    def parts(key):
+        header = [
+            chain(
+                plain.s(tag="a"),
+                step.s(key=key, tag="b").set(lock_on_held="skip"),
+                group(plain.s(tag="c"), chain(plain.s(tag="d"), plain.s(tag="e"))),
+            ),
+            plain.s(tag="f"),
+        ]
+        return chord(header, collect.s(tag="body")).apply_async().get(timeout=20)
+
+    with SyncGuard(pg_dsn) as guard, guard.hold("held", ttl=60):
+        skipped, run = parts("held"), parts("free")
+    assert len(skipped) == len(run)
+    assert "held" in str(skipped)
+    assert "held" not in str(run)
