@@ -21,7 +21,7 @@ def test_no_slot_is_missed_or_sent_as_two_tasks_whatever_happens(celery_setup, b
         conf={"syncguard_leader_ttl": TTL, "syncguard_catch_up": "all"},
         environment=ENVIRONMENT,
     )
-    report = Chaos(setup, pg=private_pg, dsn=private_dsn).run(40, seed=broker.kind == "redis")
+    report = Chaos(setup, pg=private_pg, dsn=private_dsn).run(30, seed=broker.kind == "redis")
     print(report)
     assert report.two_ids == []
     assert report.missed == []

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from datetime import timedelta
 from signal import SIGTERM
 
 import kombu
@@ -237,19 +238,21 @@ def test_a_deleted_lease_row_ends_the_term_and_not_the_process(beats, broker, pg
 
 
 @on_redis
-def test_a_frozen_standby_and_a_starved_machine_change_nothing(beats, broker, pg_dsn):
-    """case 54: whoever is starved longer than its lease is not the leader any more, and knows it."""
+def test_a_leader_that_hardly_gets_to_run_sends_nothing_twice(beats, broker, pg_dsn):
+    """case 54: a tenth of the time, as under a CPU limit; with a ttl of 3 s it may keep or lose the leadership."""
     setup = beats({"fast": 0.2})
     with Inbox(setup) as inbox:
-        first, second = start_two(setup)
-        for node in (second, first):
-            node.freeze()
-            time.sleep(TTL + 0.5)
-            node.thaw()
+        nodes = start_two(setup)
+        until = time.monotonic() + 2 * TTL
+        while time.monotonic() < until:
+            nodes[0].freeze()
+            time.sleep(0.27)
+            nodes[0].thaw()
+            time.sleep(0.03)
         inbox.wait_for(5)
+        assert all(node.alive for node in nodes)
     assert inbox.copies() == []
-    assert first.alive
-    assert second.alive
+    assert "Traceback" not in setup.logs()
 
 
 # Between claim and mark
@@ -491,15 +494,17 @@ def test_a_newer_schedule_changes_nothing_until_its_beat_leads(beats, broker, pg
 
 
 @on_redis
-@pytest.mark.parametrize("shift", [3600, -3600])
-def test_a_host_whose_clock_is_an_hour_off_sends_at_the_databases_time(beats, broker, pg_dsn, shift):
+def test_hosts_whose_clocks_are_hours_apart_send_at_the_databases_time(beats, broker, pg_dsn):
     """case 52: with leaders that disagree on the time no slot comes early, late, or twice."""
     setup = beats(conf={"syncguard_catch_up": "all"})
     with Inbox(setup) as inbox:
-        first, _ = start_two(setup, environment={"SYNCGUARD_TEST_CLOCK_SHIFT": str(shift)})
+        first = start(setup, environment={"SYNCGUARD_TEST_CLOCK_SHIFT": "3600"})
+        first.wait_for_log("elected: this process")
+        second = start(setup, environment={"SYNCGUARD_TEST_CLOCK_SHIFT": "-3600"})
+        second.wait_for_log("standby for 'beat'")
         inbox.wait_for(2)
         first.stop()
-        inbox.wait_for(4)
+        inbox.wait_for(3)
     instants = sorted(one.due_at for one in inbox.messages)
     assert inbox.copies() == []
     assert {round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)} == {
@@ -513,10 +518,10 @@ def test_a_host_whose_clock_is_an_hour_off_sends_at_the_databases_time(beats, br
 
 
 @on_redis
-@pytest.mark.parametrize("rule,expected", [("one", 1), ("skip", 0), ("all", 5)])
-def test_slots_missed_while_nobody_led_follow_the_rule_of_their_entry(beats, broker, pg_dsn, rule, expected):
+def test_slots_missed_while_nobody_led_follow_the_rule_of_their_entry(beats, broker, pg_dsn):
     """case 52"""
-    setup = beats({"hourly": {"every": 3600.0, "syncguard_catch_up": rule}, "fast": 1.0})
+    hourly = {rule: {"every": 3600.0, "syncguard_catch_up": rule} for rule in ("one", "skip", "all")}
+    setup = beats({**hourly, "fast": 1.0})
     with Inbox(setup) as inbox:
         node = start(setup)
         inbox.wait_for(1)
@@ -524,13 +529,13 @@ def test_slots_missed_while_nobody_led_follow_the_rule_of_their_entry(beats, bro
         with psycopg.connect(pg_dsn, autocommit=True) as conn:
             conn.execute(
                 "update syncguard_beat_entries set last_due_at = last_due_at - interval '5.5 hours', "
-                "since_at = since_at - interval '6 hours' where entry = 'hourly'"
+                "since_at = since_at - interval '6 hours' where entry <> 'fast'"
             )
         node.start()
+        poll(lambda: len(inbox.of("all")) >= 5, timeout=20)
         inbox.wait_for(2, entry="fast")
-        poll(lambda: len(inbox.of("hourly")) >= expected)
-        inbox.wait_for(1, entry="fast")
-    assert len(inbox.of("hourly")) == expected
+    assert {rule: len(inbox.of(rule)) for rule in hourly} == {"one": 1, "skip": 0, "all": 5}
+    assert inbox.of("one")[0].due_at - inbox.of("all")[-1].due_at == timedelta(0)
     assert inbox.copies() == []
 
 
@@ -547,10 +552,9 @@ def test_a_duplicate_periodic_task_is_an_info_and_not_an_error(beats, broker, pg
 
 
 @on_redis
-@pytest.mark.parametrize("inner", [None, "celery.beat:PersistentScheduler"])
-def test_no_local_file_is_needed_for_a_start(beats, broker, pg_dsn, inner, tmp_path):
+def test_no_local_file_is_needed_for_a_start(beats, broker, pg_dsn, tmp_path):
     """case 66: corrupt schedule files, and a folder that nobody can write to (for root: one that does not exist)."""
-    setup = beats(conf={"syncguard_beat_scheduler": inner})
+    setup = beats(conf={"syncguard_beat_scheduler": "celery.beat:PersistentScheduler"})
     corrupt = tmp_path / "corrupt"
     for suffix in ("", ".db", ".dat", ".dir"):
         corrupt.with_name(f"corrupt{suffix}").write_bytes(b"\0garbage" * 100)

@@ -45,12 +45,15 @@ def take_turns(setup, inbox, count=2):
 
 
 @on_redis
-@pytest.mark.parametrize("inner", [None, "celery.beat:PersistentScheduler"])
-def test_celerys_own_schedulers_keep_their_slots_over_leaders(celery_setup, broker, pg_dsn, inner):
+def test_celerys_persistent_scheduler_keeps_its_slots_over_leaders(celery_setup, broker, pg_dsn):
     """case 56"""
     setup = celery_setup(
         MODULE,
-        conf={"syncguard_leader_ttl": TTL, "syncguard_catch_up": "all", "syncguard_beat_scheduler": inner},
+        conf={
+            "syncguard_leader_ttl": TTL,
+            "syncguard_catch_up": "all",
+            "syncguard_beat_scheduler": "celery.beat:PersistentScheduler",
+        },
         environment={SCHEDULE_VARIABLE: json.dumps({"fast": 1.0})},
     )
     with Inbox(setup) as inbox:
