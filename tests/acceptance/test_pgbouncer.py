@@ -45,7 +45,8 @@ def test_contended_keys_stay_exclusive_and_everyday_answers_are_the_same(setup, 
     assert held.get(timeout=60) == "a"
     assert first.get(timeout=60) == "d"
     fences = [result.get(timeout=90) for result in results]
-    assert len(set(fences)) == 60
+    for key in range(4):
+        assert len(set(fences[key::4])) == 15
     assert history.overlaps() == []
     assert history.count("lost") == 0
     poll(lambda: not guard.locks())

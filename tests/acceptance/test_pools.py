@@ -121,7 +121,8 @@ def test_memory_and_threads_stay_flat_over_very_many_tasks_half_of_which_fail():
     assert seen["leases"] == seen["requests"] == seen["locks"] == 0
     assert seen["threads"][0] == seen["threads"][-1]
     first, last = seen["memory"][0], seen["memory"][-1]  # KiB, after a tenth of the tasks and after all
-    assert last - first < 4 * 1024, seen["memory"]
+    # A kept traceback would cost some KiB for each of the 9,000 failures in between.
+    assert last - first < 12 * 1024, seen["memory"]
 
 
 def test_a_thousand_waiters_for_one_key_cost_the_database_no_more_than_one(pg_dsn, pg_server):
