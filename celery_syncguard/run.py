@@ -132,15 +132,16 @@ class Run:
         claim_key = self.header.get("claim")
         until = self.options.dedup_until
         run_key = self.run_key
-        attempt_key = f"attempt:{self.request.id}:{self.attempt}"
+        attempt, task_id = self.attempt, self.request.id
+        attempt_key = f"attempt:{task_id}:{attempt}"
         return Acquire(
             key=key,
             lock_id=new_lock_id(),
             ttl=self.options.lock_ttl,
-            holder=f"{self.task.name}[{self.request.id}] {default_holder()}",
+            holder=f"{self.task.name}[{task_id}] {default_holder()}",
             process=process_id(),
-            task_id=self.request.id,
-            attempt=self.attempt,
+            task_id=task_id,
+            attempt=attempt,
             run_keys=(attempt_key,) if run_key is None else (run_key, attempt_key),
             max_deaths=self.options.lock_max_deaths,
             claim_key=claim_key if until != "ttl" else None,
@@ -290,9 +291,11 @@ class Run:
 
     def _will_autoretry(self, failure: BaseException | None) -> bool:
         """Whether Celery's autoretry, which lies outside of us, will publish another attempt."""
+        if failure is None:
+            return False
         task = self.task
         retried = tuple(getattr(task, "autoretry_for", ()) or ())
-        if failure is None or not retried or not isinstance(failure, retried) or isinstance(failure, (Ignore, Reject)):
+        if not retried or not isinstance(failure, retried) or isinstance(failure, (Ignore, Reject)):
             return False
         if isinstance(failure, tuple(getattr(task, "dont_autoretry_for", ()) or ())):
             return False
