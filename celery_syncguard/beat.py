@@ -39,6 +39,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from celery import beat
+from celery.schedules import crontab
 from celery.signals import beat_embedded_init
 from celery.utils.imports import load_extension_class_names, qualname, symbol_by_name
 from kombu.exceptions import OperationalError
@@ -543,6 +544,9 @@ class _SlotSending:
 
     def _settle(self, entry: Any, place: _Place, candidates: list[datetime], now: datetime) -> None:
         """Of these due slots send what the rule says, and give up those that were claimed and are not among them."""
+        within = self.app.conf.get("beat_cron_starting_deadline")
+        if within is not None and isinstance(entry.schedule, crontab):
+            candidates = [due_at for due_at in candidates if now - due_at <= timedelta(seconds=within)]
         place.pending = choose(candidates, now=now, rule=self._rule_of(entry))
         for due_at in place.unsent.difference(place.pending):
             self._slots.drop(Slot(entry.name, due_at), term=int(self._lease.fence))

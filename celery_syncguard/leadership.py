@@ -267,6 +267,8 @@ class Leadership:
             self._guard.store.wait(self.lock_key, min(pause, max(0.05, answer.remaining + random.uniform(0.0, 0.2))))
         except SyncGuardError as exc:
             now = clock.now()
+            if self._stopping:
+                return 0.0
             if self._reminded_at is None or now - self._reminded_at > _REMIND:
                 self._reminded_at = now
                 logger.warning("cannot ask who leads %r, so this process does not: %s", self.key, exc)

@@ -166,6 +166,25 @@ def test_a_message_that_can_never_be_sent_is_given_up_loudly_and_alone(scheduler
     assert row.dropped_at is not None
 
 
+@pytest.mark.parametrize("within,hours", [(None, 3), (3700, 1), (30, 0)])
+def test_celerys_deadline_for_crontabs_holds_under_every_rule(scheduler, monkeypatch, within, hours):
+    hand = Clock(monkeypatch)
+    app = make_app(
+        {"hourly": {"task": "note", "schedule": crontab(minute=0)}, "fast": every(10)},
+        syncguard_catch_up="all",
+        syncguard_leader_ttl=3600,
+        beat_cron_starting_deadline=within,
+    )
+    # Begin ten minutes past the hour, so that three and a half hours later three slots were missed.
+    hand.ahead = (70 * 60 - clock.wall_ms() / 1000 % 3600) % 3600
+    one = lead(scheduler(app))
+    one._retire(ended=True)
+    hand.ahead += 3600 * 3.0
+    poll(lambda: one.tick() is not None and "fast" in {entry for entry, _ in sent(one)})
+    poll(lambda: one.tick() > 0)
+    assert len([entry for entry, _ in sent(one) if entry == "hourly"]) == hours
+
+
 def test_the_option_for_catching_up_does_not_reach_the_message(scheduler, monkeypatch):
     hand = Clock(monkeypatch)
     app = make_app({"a": every(10, syncguard_catch_up="all", priority=3)})
