@@ -73,6 +73,8 @@ _TURN = 0.2
 _AGAIN = (0.2, 5.0)
 #: Seconds without an answer after which a broker counts as down.
 _BROKER_PATIENCE = 10.0
+#: Seconds without a tick after which a leader counts as hanging, and another beat may lead.
+_PATIENCE = 60.0
 #: How long slots and terms are kept, and how often the old ones are deleted, in seconds.
 _KEPT, _PRUNE_EVERY = 7 * 86_400.0, 3600.0
 #: A schedule that fails so often in a row is left to another beat.
@@ -104,6 +106,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         self._failures = 0
         self._complained = False
         self._ticking = False
+        self._ticked_at = 0.0
         self._closed = False
 
     @property
@@ -136,7 +139,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         """One look; the seconds to sleep before the next one."""
         if self._closed:
             return _TURN
-        self._ticking = True
+        self._ticking, self._ticked_at = True, clock.now()
         try:
             return self._tick()
         finally:
@@ -196,6 +199,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
                 self._guard,
                 key,
                 ttl=self._settings.leader_ttl,
+                alive=lambda: clock.now() - self._ticked_at < max(_PATIENCE, 4 * self._settings.leader_ttl),
                 holder=f"celery beat on {socket.gethostname()} pid {os.getpid()}",
                 on_elected=lambda lease: signals.leader_elected.send(sender=key, term=lease.fence),
                 on_lost=lambda lease: signals.leader_lost.send(sender=key, term=lease.fence),

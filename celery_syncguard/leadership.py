@@ -90,6 +90,8 @@ class Leadership:
         key: who has the same key stands for the same leadership.
         ttl: seconds for which a dead leader keeps the others waiting.
         holder: who this is, for people.
+        alive: asked now and then in the leadership's thread; while it says no, this process does not lead. So a program
+            that hangs is replaced although its lease could be renewed for ever.
         on_elected: called with the lease of a new term; `on_lost`: called with it when the term is over, however it
             ended. Both in the leadership's own thread, and must be quick.
     """
@@ -101,6 +103,7 @@ class Leadership:
         *,
         ttl: float | timedelta,
         holder: str | None = None,
+        alive: Callable[[], bool] = lambda: True,
         on_elected: Callable[[Lease], object] | None = None,
         on_lost: Callable[[Lease], object] | None = None,
     ) -> None:
@@ -109,6 +112,7 @@ class Leadership:
         self.ttl = ttl_seconds(ttl)
         self._guard = guard
         self._holder = holder
+        self._alive = alive
         self._on_elected = on_elected
         self._on_lost = on_lost
         self._lease: Lease | None = None
@@ -235,12 +239,16 @@ class Leadership:
                 self._asked_down = False
                 self._end_term("stepped down")
             elif lease.remaining > 0:
-                return 0.5
+                if self._alive():
+                    return 0.5
+                self._end_term("it makes no progress: stepped down")
             else:
                 lease.lose("its deadline passed without a renewal")
                 self._end_term(lease.lost_reason or "it was released")
             self._not_before = clock.now() + min(2.0, self.ttl / 5)
         self._asked_down = False
+        if not self._alive():
+            return 1.0
         early = self._not_before - clock.now()
         if early > 0:
             return early

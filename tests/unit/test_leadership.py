@@ -165,6 +165,19 @@ def test_who_has_the_same_name_pid_and_process_id_is_still_somebody_else(contend
     assert sum(one.leading for one in twins) == 1
 
 
+def test_a_program_that_hangs_is_replaced_although_its_lease_could_be_renewed(contender):
+    hanging = []
+    first, second = contender(ttl=60, alive=lambda: not hanging), contender(ttl=60)
+    first.elect(timeout=5)
+    second.start()
+    hanging.append(True)
+    assert second.elect(timeout=10)
+    second.stop()
+    assert first.elect(timeout=0.5) is None
+    hanging.clear()
+    assert first.elect(timeout=10)
+
+
 def test_a_listener_that_fails_costs_nothing(contender, caplog):
     def fail(lease):
         raise LookupError("mine")
