@@ -212,17 +212,20 @@ def test_nobody_takes_the_lock_over_until_the_transaction_ends_and_is_told_held(
     assert granted.fence > lease.fence
 
 
-def test_a_transaction_that_lasts_longer_than_the_ttl_does_not_stop_renewals(guard, caller, rows):
-    lease = guard.try_acquire("k", ttl=0.6)
+@pytest.mark.parametrize("kind", [Psycopg, SqlalchemySession, Django], ids=lambda kind: kind.__name__)
+def test_a_transaction_that_lasts_longer_than_the_ttl_does_not_stop_renewals(guard, pg_dsn, rows, kind):
+    caller = kind(pg_dsn)
+    lease = guard.try_acquire("k", ttl=3)
     with caller.begin():
         lease.fenced(caller.target)
         first = guard.inspect("k").expires_at
-        poll(lambda: guard.inspect("k").since > 1.5)
+        poll(lambda: guard.inspect("k").since > 4)
         lease.check()
         assert guard.inspect("k").expires_at > first
         caller.insert()
         lease.fenced(caller.target)
     assert rows() == [1]
+    caller.close()
 
 
 def test_a_rollback_undoes_a_completion_and_a_commit_keeps_it(guard, caller, rows):
