@@ -13,7 +13,7 @@ from typing import Any
 from celery import Celery
 from celery.signals import worker_init, worker_process_shutdown, worker_shutdown
 
-from celery_syncguard import signals, skipped, stamps
+from celery_syncguard import signals, stamps
 from celery_syncguard.config import Settings
 from celery_syncguard.confirmer import Confirmer
 from celery_syncguard.events import logger
@@ -115,7 +115,6 @@ def attach(app: Celery) -> None:
     if app in _bindings:
         return
     binding_for(app)
-    skipped.register()
     stamps.follow_setting(app)
 
 

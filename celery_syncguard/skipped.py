@@ -14,7 +14,7 @@ from typing import Any
 
 from celery import states
 from celery.app.task import Context
-from celery.backends.base import Backend
+from celery.backends.base import Backend, BaseKeyValueStoreBackend
 from kombu.utils.json import register_type
 
 __all__ = ["SKIPPED", "Skipped", "marker_for", "register", "settle", "wants_result"]
@@ -44,8 +44,10 @@ def register() -> None:
     if SKIPPED not in states.READY_STATES:
         states.READY_STATES = frozenset({*states.READY_STATES, SKIPPED})
         states.ALL_STATES = frozenset({*states.ALL_STATES, SKIPPED})
-        # The base class copied the set when it was made; its subclasses look it up there.
-        Backend.READY_STATES = states.READY_STATES
+        # The base class copied the set when it was made; its subclasses look it up there. So did a default argument.
+        copied, Backend.READY_STATES = Backend.READY_STATES, states.READY_STATES
+        get_many = BaseKeyValueStoreBackend.get_many
+        get_many.__defaults__ = tuple(Backend.READY_STATES if one is copied else one for one in get_many.__defaults__)
 
 
 def marker_for(backend: Any, skipped: Skipped) -> Any:
@@ -98,3 +100,7 @@ def wants_result(task: Any, request: Any) -> bool:
     """Whether anybody cares for the result of this call."""
     ignored = request.ignore_result if request.ignore_result is not None else task.ignore_result
     return not ignored
+
+
+# At import: a process that only asks for results has the tasks imported, but binds none of them.
+register()

@@ -348,3 +348,31 @@ def test_a_chord_ends_though_the_step_before_a_group_in_its_header_was_skipped(c
     assert len(skipped) == len(run)
     assert "held" in str(skipped)
     assert "held" not in str(run)
+
+
+def test_a_group_with_a_duplicate_member_comes_to_its_end(redis_db, pg_dsn):
+    """Celery reads the results of a group with a copy of the ready states that it made before ours was among them."""
+    app = Celery("broken", broker="memory://", backend=redis_db, set_as_current=False)
+    app.conf.update(syncguard_dsn=pg_dsn, task_default_queue=new_lock_id())
+
+    @app.task(base=LockedTask, dedup_key="{key}", shared=False)
+    def f(key):
+        """Nothing runs it."""
+
+    with SyncGuard(pg_dsn) as guard:
+        guard.store.claim("taken", task_id="other", ttl=60)
+        result = group(f.s("taken"), group([f.s("taken")])).apply_async()
+    assert [one.task_id for one in result.get(timeout=10)] == ["other", "other"]
+
+
+def test_a_process_that_only_asks_for_results_knows_that_skipped_is_an_end():
+    program = (
+        "from celery import Celery\n"
+        "from celery_syncguard import LockedTask\n"
+        "app = Celery('x', broker='memory://', backend='cache+memory://')\n"
+        "app.task(base=LockedTask, lock_key='k')(len)\n"
+        "app.backend.store_result('id', 'marker', 'SKIPPED')\n"
+        "print(app.AsyncResult('id').ready())"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout == "True\n"
