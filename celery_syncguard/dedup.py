@@ -31,6 +31,7 @@ from celery_syncguard.key import public_key
 from celery_syncguard.message import HEADER, header_of
 from celery_syncguard.options import TaskOptions
 from celery_syncguard.process import default_holder
+from celery_syncguard.run import RUN
 from celery_syncguard.skipped import SKIPPED, Skipped, marker_for
 from celery_syncguard.store import Claim
 
@@ -99,6 +100,10 @@ def publish(
         _quietly(lambda: store.unclaim(key, task_id=task_id))
         raise
     binding.binding_for(app).confirmer.confirm(key, task_id=task_id, ttl=ttl)
+    request = current_task.request if current_task else None
+    if request is not None and request.id == task_id and RUN in request.__dict__:
+        # A body put this in its own place (`self.replace`), under its id and so under its claim.
+        request.__dict__[RUN].claim_passed_on = key
     return _marked(result, duplicate=False, holder=None)
 
 

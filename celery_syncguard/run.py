@@ -76,7 +76,7 @@ def check_outer() -> None:
 class Run:
     """One delivery of one task."""
 
-    __slots__ = ("args", "header", "interrupt", "kwargs", "lease", "options", "request", "task")
+    __slots__ = ("args", "claim_passed_on", "header", "interrupt", "kwargs", "lease", "options", "request", "task")
 
     def __init__(self, task: Any, request: Any, header: dict[str, Any], options: TaskOptions) -> None:
         self.task = task
@@ -85,6 +85,8 @@ class Run:
         self.options = options
         self.lease: Lease | None = None
         self.interrupt: Interrupt | None = None
+        #: The claim that whatever replaces this task goes on under.
+        self.claim_passed_on: str | None = None
 
     @classmethod
     def of(cls, task: Any, request: Any, args: Any, kwargs: Any) -> Run:
@@ -270,6 +272,8 @@ class Run:
         claim_key = None
         if self.options.dedup_until != "ttl" and not (again and self._keeps_claim(failure)):
             claim_key = self.header.get("claim")
+        if claim_key == self.claim_passed_on:
+            claim_key = None
         if lease is None:
             self._end_claim(claim_key)
             return

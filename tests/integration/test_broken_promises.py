@@ -9,6 +9,7 @@ import threading
 import psycopg
 import pytest
 from celery import Celery, chain, chord, group
+from celery.app.trace import build_tracer
 from celery.worker.request import Request
 
 from celery_syncguard import LockedTask, SyncGuard, binding, migrate
@@ -362,7 +363,10 @@ def test_a_group_with_a_duplicate_member_comes_to_its_end(redis_db, pg_dsn):
     with SyncGuard(pg_dsn) as guard:
         guard.store.claim("taken", task_id="other", ttl=60)
         result = group(f.s("taken"), group([f.s("taken")])).apply_async()
-    assert [one.task_id for one in result.get(timeout=10)] == ["other", "other"]
+    try:
+        assert [one.task_id for one in result.get(timeout=10)] == ["other", "other"]
+    finally:
+        app.backend.result_consumer.stop()
 
 
 def test_a_process_that_only_asks_for_results_knows_that_skipped_is_an_end():
@@ -376,3 +380,27 @@ def test_a_process_that_only_asks_for_results_knows_that_skipped_is_an_end():
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout == "True\n"
+
+
+def test_a_claim_stays_with_what_a_body_puts_in_its_own_place(pg_dsn):
+    app = Celery("broken", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.update(syncguard_dsn=pg_dsn, task_default_queue=new_lock_id())
+
+    @app.task(base=LockedTask, bind=True, dedup_key="{key}", shared=False)
+    def f(self, key, again):
+        if again:
+            raise self.replace(f.si(key, again=False))
+
+    def work_off_one():
+        with app.connection_for_read() as connection:
+            message = connection.default_channel.basic_get(app.conf.task_default_queue, no_ack=True)
+        request = {**message.headers, "is_eager": False, "delivery_info": {}}
+        args, kwargs, _ = message.decode()
+        build_tracer(f.name, f, app=app)(message.headers["id"], args, kwargs, request)
+
+    first = f.delay("k", again=True)
+    work_off_one()
+    while_it_is_queued = f.delay("k", again=False)
+    assert (while_it_is_queued.id, while_it_is_queued.duplicate) == (first.id, True)
+    work_off_one()
+    assert not f.delay("k", again=False).duplicate  # the control: the end of the replacement ends the claim
