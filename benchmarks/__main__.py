@@ -10,6 +10,7 @@ import logging
 import math
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -49,12 +50,19 @@ def main() -> int:
     logging.disable(logging.WARNING)  # a renewal that comes late on a busy machine is seen in the figures
 
     figures: list[Figure] = []
+    failed: list[str] = []
     began = time.monotonic()
     with rig(quick=options.quick) as servers:
         facts = machine(servers)
         for name in options.only or ROWS:
             print(f"bench: {name} …", file=sys.stderr, flush=True)
-            found = importlib.import_module(f"benchmarks.{name}").run(servers)
+            try:
+                found = importlib.import_module(f"benchmarks.{name}").run(servers)
+            except Exception:
+                # The other rows are worth having all the same.
+                traceback.print_exc()
+                failed.append(name)
+                continue
             figures += found
             _print(found)
     facts["seconds"] = round(time.monotonic() - began)
@@ -76,7 +84,9 @@ def main() -> int:
     with_goal = [figure for figure in figures if figure.goal is not None]
     met = sum(figure.met is True for figure in with_goal)
     print(f"bench: {met} of {len(with_goal)} goals met, {facts['seconds']} s, figures in {_shown(target)}")
-    return 0
+    if failed:
+        print(f"bench: failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def _print(figures: Iterable[Figure]) -> None:

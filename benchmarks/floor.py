@@ -43,7 +43,8 @@ def advisory(dsn: str) -> Callable[[], None]:
     facts = psycopg.conninfo.conninfo_to_dict(dsn)
     place = {"HOST": facts["host"], "PORT": facts["port"], "NAME": facts["dbname"], "USER": facts["user"]}
     settings.configure(
-        DATABASES={"default": {"ENGINE": "django.db.backends.postgresql", **place}}, INSTALLED_APPS=["pgactivity", "pglock"]
+        DATABASES={"default": {"ENGINE": "django.db.backends.postgresql", **place}},
+        INSTALLED_APPS=["pgactivity", "pglock"],
     )
     django.setup()
     import pglock
@@ -96,7 +97,7 @@ def run(rig: Rig) -> list[Figure]:
             "django-pglock, no task": advisory(dsn),
             "by hand, no task": lambda: by_hand(prepared, next(numbers)),
         }
-        results = blocks(calls, rounds=rig.size(40, 2), repeat=rig.size(100, 5))
+        results = blocks(calls, rounds=rig.size(40, 2), repeat=rig.size(60, 5))
     added = {
         name: [a - b for a, b in zip(results[name], results["plain"], strict=True)]
         for name in ("lock", "by hand", "by hand, unprepared")

@@ -21,7 +21,7 @@ def run(rig: Rig) -> list[Figure]:
         def refused() -> None:
             assert guard.try_acquire("taken") is None
 
-        results = blocks({"SELECT 1": select_one, "refused": refused}, rounds=rig.size(40, 2), repeat=rig.size(300, 10))
+        results = blocks({"SELECT 1": select_one, "refused": refused}, rounds=rig.size(40, 2), repeat=rig.size(150, 10))
         refusals = 1000
         before = _wal(rig)
         for _ in range(refusals):

@@ -21,7 +21,7 @@ NAME = "hot_key"
 def run(rig: Rig) -> list[Figure]:
     dsn = rig.database()
     counts = (1, 10) if rig.quick else (1, 10, 200)
-    seconds = 1.5 if rig.quick else 5.0
+    seconds = 1.5 if rig.quick else 4.0
     ours: dict[int, list[list[float]]] = {count: [] for count in counts}
     theirs: dict[int, list[list[float]]] = {count: [] for count in counts}
     cpu: dict[int, list[float]] = {count: [] for count in counts}

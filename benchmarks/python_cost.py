@@ -20,7 +20,7 @@ def run(rig: Rig) -> list[Figure]:
             "all three": locked(app, "all", dedup_key="bench:{number}", run_once=True),
         }
         calls = {name: worker.call(task) for name, task in tasks.items()}
-        results = blocks(calls, rounds=rig.size(60, 3), repeat=rig.size(200, 10), clock=time.process_time)
+        results = blocks(calls, rounds=rig.size(100, 3), repeat=rig.size(50, 10), clock=time.process_time)
     base = results["plain"]
     added = {name: [a - b for a, b in zip(results[name], base, strict=True)] for name in ("lock", "all three")}
     parts = {"plain task": estimate(base)}

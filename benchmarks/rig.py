@@ -158,7 +158,9 @@ def pgbench(rig: Rig, dsn: str, script: str, *, clients: int, seconds: float, pr
     file.write_text(script)
     command = [str(rig.pg.bin_dir / "pgbench"), "-n", "-f", str(file), "-c", str(clients), "-j", str(min(clients, 2))]
     command += ["-T", str(max(1, round(seconds))), "-M", protocol, dsn]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"pgbench failed: {done.stderr[:1000]}")
     return next(float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("tps"))
 
 

@@ -7,6 +7,7 @@ Between a look and the next, counters are added by the million; a hundred thousa
 from __future__ import annotations
 
 import itertools
+import time
 
 import psycopg
 
@@ -90,8 +91,9 @@ def _size(rig: Rig) -> Figure:
     cycles = rig.size(10**6, 2000)
     sizes: list[tuple[float, float]] = []
     done = 0.0
-    while done < cycles:
-        seconds = 1.0 if rig.quick else 20.0
+    end = time.monotonic() + 150  # a slow machine makes fewer
+    while done < cycles and time.monotonic() < end:
+        seconds = 1.0 if rig.quick else 15.0
         done += pgbench(rig, dsn, FUNCTIONS, clients=16, seconds=seconds) * seconds
         sizes.append((done, _megabytes(rig, name)))
     half = next(size for count, size in sizes if count >= done / 2)

@@ -25,7 +25,7 @@ def run(rig: Rig) -> list[Figure]:
             "celery-singleton": singleton(app, rig.redis_url()),
         }
         calls = {name: worker.call(task) for name, task in tasks.items()}
-        results = blocks(calls, rounds=rig.size(40, 2), repeat=rig.size(100, 5))
+        results = blocks(calls, rounds=rig.size(40, 2), repeat=rig.size(60, 5))
     base = results.pop("plain")
     added = {name: [a - b for a, b in zip(values, base, strict=True)] for name, values in results.items()}
     parts = {name: estimate(values) for name, values in added.items()}

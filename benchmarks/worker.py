@@ -28,7 +28,7 @@ def _broker(rig: Rig, name: str, url: str, dsn: str, peer: str) -> list[Figure]:
     tasks = {"plain": plain, "locked": locked, "celery-singleton": singleton}
     rates: dict[str, list[float]] = {kind: [] for kind in tasks}
     order = list(tasks)
-    for _ in range(rig.size(5, 1)):
+    for _ in range(rig.size(4, 1)):
         for kind in order:
             rates[kind].append(_rate(rig, tasks[kind], url, dsn, peer))
         order.reverse()
@@ -46,7 +46,7 @@ def _broker(rig: Rig, name: str, url: str, dsn: str, peer: str) -> list[Figure]:
 
 
 def _rate(rig: Rig, task: object, url: str, dsn: str, peer: str) -> float:
-    count = rig.size(3000, 100)
+    count = rig.size(1500, 100)
     queue = f"bench-{uuid.uuid4().hex[:8]}"
     conf = {"broker_url": url, "syncguard_dsn": dsn, "task_default_queue": queue, "singleton_backend_url": peer}
     app.conf.update(conf)
