@@ -367,6 +367,7 @@ def test_a_group_with_a_duplicate_member_comes_to_its_end(redis_db, pg_dsn):
         assert [one.task_id for one in result.get(timeout=10)] == ["other", "other"]
     finally:
         app.backend.result_consumer.stop()
+        binding.binding_for(app).close()
 
 
 def test_a_process_that_only_asks_for_results_knows_that_skipped_is_an_end():
@@ -404,3 +405,4 @@ def test_a_claim_stays_with_what_a_body_puts_in_its_own_place(pg_dsn):
     assert (while_it_is_queued.id, while_it_is_queued.duplicate) == (first.id, True)
     work_off_one()
     assert not f.delay("k", again=False).duplicate  # the control: the end of the replacement ends the claim
+    binding.binding_for(app).close()
