@@ -91,6 +91,7 @@ def publish(
         logger.warning("%s[%s] is sent without its claim: %s", name, task_id, exc)
         return _sent_unclaimed(header, call, send)
     if not claim.ours:
+        binding.guard_for(app).counts["duplicate"] += 1
         signals.task_duplicate.send(sender=task if task is not None else name, claim=claim)
         return _duplicate(app, name, options, claim, header=header, call=call, send=send)
     header["claimed"] = True

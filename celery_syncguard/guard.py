@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -83,6 +84,9 @@ class SyncGuard:
             )
         self.settings = settings
         self.events = Events()
+        #: What happened in this process so far, for metrics: how often a delivery was "held", and what came of it
+        #: ("retry", "skip", "raise", "copy"), a run "answered", a publish "duplicate", a lease "lost".
+        self.counts: Counter[str] = Counter()
         self.store: LockStore = store if store is not None else _make_store(settings)
         self._renewer = Renewer(self.store, idle=getattr(self.store, "idle", lambda: None))
         self._turns = _Turns()
@@ -325,6 +329,7 @@ class SyncGuard:
         on_lost = lease.on_lost  # read once: the body's end takes it away
         if on_lost is not None:
             on_lost(lease)
+        self.counts["lost"] += 1
         logger.warning("lost the lease on %r (fence %d): %s", lease.key, lease.fence, lease.lost_reason)
         self.events.emit("lease_lost", lease=lease)
 

@@ -355,6 +355,7 @@ class Run:
             logger.info("%s not run: another delivery of this attempt ended %.1f s ago", who, done.age)
             raise Answered("another delivery of this attempt has ended")
         logger.info("%s not run: %r was done by task %s %.1f s ago", who, done.run_key, done.task_id, done.age)
+        self._guard.counts["answered"] += 1
         signals.run_answered.send(sender=self.task, done=done)
         if self.options.dedup_until != "ttl":
             self._end_claim(self.header.get("claim"))
@@ -418,6 +419,7 @@ class Run:
             raise Answered("a later attempt runs already")
         outcome = "copy" if own else self.options.lock_on_held
         delay = self._delay()
+        self._guard.counts.update(("held", outcome))
         signals.lock_held.send(
             sender=self.task, held=held, outcome=outcome, delay=delay if outcome in ("copy", "retry") else None
         )
