@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.measure import Estimate, Figure
+from benchmarks.measure import Estimate, Figure, revived
 from benchmarks.report import number as _number
 from benchmarks.rig import ROOT, machine, rig
 
@@ -46,7 +46,12 @@ def main() -> int:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the figures here (default for a whole run: results/)"
     )
+    parser.add_argument(
+        "--publish", action="store_true", help="with --only: put these rows in the place of those in results/"
+    )
     options = parser.parse_args()
+    if options.publish and not options.only:
+        parser.error("--publish goes with --only: a whole run is published anyway")
     logging.disable(logging.WARNING)  # a renewal that comes late on a busy machine is seen in the figures
 
     figures: list[Figure] = []
@@ -68,20 +73,21 @@ def main() -> int:
     facts["seconds"] = round(time.monotonic() - began)
     facts["measured_at"] = datetime.now(tz=timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
-    published = not (options.quick or options.only or options.json)
+    published = options.publish or not (options.quick or options.only or options.json)
     target = options.json or (RESULTS / "latest.json" if published else ROOT / "benchmarks" / "out" / "latest.json")
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(
-        _as_json(
-            {"machine": facts, "figures": [{**dataclasses.asdict(figure), "met": figure.met} for figure in figures]}
-        )
-    )
+    measured = figures
+    if options.publish and target.exists():
+        before = [revived(one) for one in json.loads(target.read_text())["figures"] if one["row"] not in options.only]
+        figures = sorted([*before, *figures], key=lambda figure: ROWS.index(figure.row))
+    listed = [{**dataclasses.asdict(figure), "met": figure.met} for figure in figures]
+    target.write_text(_as_json({"machine": facts, "figures": listed}))
     from benchmarks import plots
 
     plots.draw(figures, target.parent)
     if published:
         report.write()
-    with_goal = [figure for figure in figures if figure.goal is not None]
+    with_goal = [figure for figure in measured if figure.goal is not None]
     met = sum(figure.met is True for figure in with_goal)
     print(f"bench: {met} of {len(with_goal)} goals met, {facts['seconds']} s, figures in {_shown(target)}")
     if failed:

@@ -13,8 +13,9 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-__all__ = ["Estimate", "Figure", "Goal", "blocks", "estimate", "paired"]
+__all__ = ["Estimate", "Figure", "Goal", "blocks", "estimate", "paired", "revived"]
 
 _RESAMPLES = 2000
 
@@ -65,6 +66,20 @@ class Figure:
     @property
     def met(self) -> bool | None:
         return None if self.goal is None else self.goal.met(self.value.median)
+
+
+def revived(facts: Mapping[str, Any]) -> Figure:
+    """A figure that was written as JSON."""
+    fields = {name: value for name, value in facts.items() if name != "met"}
+    return Figure(
+        **{
+            **fields,
+            "value": Estimate(**facts["value"]),
+            "goal": None if facts["goal"] is None else Goal(**facts["goal"]),
+            "parts": {name: Estimate(**part) for name, part in facts["parts"].items()},
+            "points": {name: [(x, y) for x, y in points] for name, points in facts["points"].items()},
+        }
+    )
 
 
 def blocks(
