@@ -158,16 +158,19 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         """
         self._closed = True
         if not self._ticking:
-            self._retire(ended=True)
+            self._write_last()
         if self._leadership is not None:
             self._leadership.stop(timeout=1.0 if self._ticking else 5.0)
+        if not self._ticking:
+            # Last, since a broker that hangs may take its time over a connection that is to be closed.
+            self._retire()
 
     # The tick
 
     def _tick(self) -> float:
         lease = self._begin().lease
         if self._term is not None and self._term is not lease:
-            self._retire(ended=False)
+            self._retire()
         if lease is None:
             return _TURN
         try:
@@ -228,14 +231,24 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         inner.lead(lease, slots, rule=self._settings.catch_up, leader_key=self._settings.leader_key)
         return inner
 
-    def _retire(self, *, ended: bool) -> None:
-        """Drop the schedule of a term that is over, or that ends now (`ended`)."""
+    def _write_last(self) -> None:
+        """What only a leader may write, at the end of its term."""
+        slots, lease, inner = self._slots, self._term, self._inner
+        if slots is None or lease is None or inner is None or lease.remaining <= 0:
+            return
+        self._attempt(inner.sync, "could not write back its schedule")
+        self._attempt(
+            lambda: slots.seen(int(lease.fence), failure=inner.failure, sent=inner.news(), ended=True),
+            "could not record the end of its term",
+        )
+
+    def _retire(self) -> None:
+        """Drop the schedule of a term that is over."""
         inner, self._inner = self._inner, None
         lease, self._term = self._term, None
         if inner is None or lease is None:
             return
-        leads = lease.remaining > 0
-        if not leads and hasattr(inner, "_dirty"):
+        if hasattr(inner, "_dirty"):
             inner._dirty = set()  # noqa: SLF001 - django-celery-beat would write what the next leader has written since
         self._attempt(inner.close, "could not close its schedule")
         connection = inner.__dict__.pop("connection", None)  # Celery before 5.7 keeps it open
@@ -244,12 +257,6 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         finalizer = getattr(inner, "_finalize", None)
         if finalizer is not None:
             finalizer.cancel()  # or every term would stay in memory until the process ends
-        if ended and leads and self._slots is not None:
-            slots = self._slots
-            self._attempt(
-                lambda: slots.seen(int(lease.fence), failure=inner.failure, sent=False, ended=True),
-                "could not record the end of its term",
-            )
 
     def _report(self) -> None:
         """Tell the database now and then that this leader lives and how it does; delete what is old."""

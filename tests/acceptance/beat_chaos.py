@@ -54,7 +54,7 @@ class Report:
                 f"exits not caused by us          {len(self.exits)} {self.exits or ''}",
                 f"tracebacks                      {len(self.tracebacks)}",
                 f"longest time without a send     {self.longest_gap:.1f} s (ttl {TTL:g} s)",
-                f"messages too close together     {self.doubles}",
+                f"messages too close together     {self.doubles} (caught up; without a leader: doubles)",
             ]
         )
 

@@ -178,7 +178,7 @@ def test_celerys_deadline_for_crontabs_holds_under_every_rule(scheduler, monkeyp
     # Begin ten minutes past the hour, so that three and a half hours later three slots were missed.
     hand.ahead = (70 * 60 - clock.wall_ms() / 1000 % 3600) % 3600
     one = lead(scheduler(app))
-    one._retire(ended=True)
+    one._retire()
     hand.ahead += 3600 * 3.0
     poll(lambda: one.tick() is not None and "fast" in {entry for entry, _ in sent(one)})
     poll(lambda: one.tick() > 0)
@@ -220,7 +220,7 @@ def test_memory_stays_flat_over_many_ticks_and_terms(scheduler, monkeypatch):
                     name="b", task="note", schedule=timedelta(seconds=7 + number % 3), app=app
                 )
             if number % 150 == 0:
-                one._retire(ended=True)
+                one._retire()
             if number % 100 == 0:
                 one._slots.prune(older=5.0)
                 app.connection_for_write().default_channel.queue_purge("celery")
