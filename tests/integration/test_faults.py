@@ -272,14 +272,17 @@ def test_a_schema_of_ones_own_is_used_and_quoted(empty_dsn: str) -> None:
 
 
 def test_a_closed_guard_says_so_and_may_be_closed_again(pg_dsn: str) -> None:
+    before = set(threading.enumerate())
     guard = SyncGuard(pg_dsn)
     lease = guard.try_acquire("k")
     assert lease is not None
+    assert [one for one in threading.enumerate() if one not in before and one.name == "syncguard-renewer"]
     guard.close()
     guard.close()
     with pytest.raises(errors.StoreUnavailable, match="closed"):
         guard.try_acquire("other")
-    assert not [one for one in threading.enumerate() if one.name == "syncguard-renewer" and one.is_alive()]
+    left = [one for one in threading.enumerate() if one not in before and one.name.startswith("syncguard-")]
+    assert not [one for one in left if one.is_alive()]
 
 
 def test_a_guard_that_was_never_used_closes_without_a_connection() -> None:

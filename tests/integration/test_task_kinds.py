@@ -289,10 +289,7 @@ def test_an_application_whose_default_task_class_is_ours_locks_what_has_a_key(se
 
 
 def test_djangos_task_class_publishes_on_commit_and_locks(app, seen):
-    from django.conf import settings
 
-    if not settings.configured:
-        settings.configure(DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}})
     import django
 
     django.setup()
