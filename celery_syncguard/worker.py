@@ -207,6 +207,12 @@ class _Undertaker:
                 os.write(self._wake_fds[1], b"x")
 
     def _step(self) -> float | None:
+        self._look()
+        # After a failure not at once: others would only fail in the same way.
+        return 0.0 if self._work_off() else 0.5
+
+    def _look(self) -> None:
+        """Wait a moment for a death or for work; what a death makes necessary becomes work."""
         assert self._wake_fds is not None
         with self._mutex:
             blind = any(fd < 0 for fd in self._watched.values())
@@ -223,10 +229,9 @@ class _Undertaker:
                 if fd >= 0:
                     os.close(fd)
                 self._work.append((_burial(pid), clock.now() + _PATIENCE))
-        self._work_off()
-        return 0.0
 
-    def _work_off(self) -> None:
+    def _work_off(self) -> bool:
+        """False: the database does not answer, and the rest has to wait too."""
         for _ in range(len(self._work)):
             work, until = self._work.popleft()
             try:
@@ -235,6 +240,8 @@ class _Undertaker:
                 if clock.now() < until:
                     self._work.append((work, until))
                 logger.warning("could not free what a dead task held, trying again: %s", exc)
+                return False
+        return True
 
     def stop(self) -> None:
         if self._binding is None or self._owner != os.getpid():
@@ -247,10 +254,10 @@ class _Undertaker:
         for request in tuple(active_requests):
             if isinstance(request, GuardedRequest):
                 self.cut_off(request)
-        if self._poll is not None:
-            while clock.now() < until and (self._work or any(not _alive(pid) for pid in self._watched)):
-                self._step()
-        self._work_off()
+        answers = self._work_off()
+        while answers and clock.now() < until and any(not _alive(pid) for pid in self._watched):
+            self._look()
+            answers = self._work_off()
         self._binding.close()
         self._binding = None
 
