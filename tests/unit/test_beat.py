@@ -11,8 +11,9 @@ from celery import Celery, beat
 from celery.schedules import crontab
 
 from celery_syncguard import binding, clock
-from celery_syncguard.beat import LeaderScheduler, scheduler_class, undisturbed
+from celery_syncguard.beat import LeaderScheduler, scheduler_class
 from celery_syncguard.errors import ImproperlyConfigured
+from celery_syncguard.sending import undisturbed
 from tests.fixtures.polling import poll
 
 
