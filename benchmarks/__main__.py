@@ -77,11 +77,15 @@ def main() -> int:
     target = options.json or (RESULTS / "latest.json" if published else ROOT / "benchmarks" / "out" / "latest.json")
     target.parent.mkdir(parents=True, exist_ok=True)
     measured = figures
+    # Rows may come from several runs, and the machine was not the same in each: every row says when, and under what load.
+    runs = {row: {"measured_at": facts["measured_at"], "load": facts["load"]} for row in {one.row for one in figures}}
     if options.publish and target.exists():
-        before = [revived(one) for one in json.loads(target.read_text())["figures"] if one["row"] not in options.only]
+        former = json.loads(target.read_text())
+        before = [revived(one) for one in former["figures"] if one["row"] not in options.only]
+        runs = {**former["runs"], **runs}
         figures = sorted([*before, *figures], key=lambda figure: ROWS.index(figure.row))
     listed = [{**dataclasses.asdict(figure), "met": figure.met} for figure in figures]
-    target.write_text(_as_json({"machine": facts, "figures": listed}))
+    target.write_text(_as_json({"machine": facts, "runs": runs, "figures": listed}))
     from benchmarks import plots
 
     plots.draw(figures, target.parent)

@@ -32,18 +32,19 @@ def _table(results: dict[str, Any]) -> str:
     machine = results["machine"]
     settings = machine["postgresql"]
     where = (
-        f"Measured {machine['measured_at']} on {machine['cores']} cores ({machine['cpu']}), which clients and servers share; "
+        f"On {machine['cores']} cores ({machine['cpu']}), which clients and servers share; "
         f"Python {machine['python']}, Celery {machine['celery']}, psycopg {machine['psycopg']}, PostgreSQL "
         f"{settings['server_version']} (fsync {settings['fsync']}, synchronous_commit {settings['synchronous_commit']}), "
-        f"Redis protocol {machine['redis']} without persistence; load when it began: {machine['load']}."
+        f'Redis protocol {machine["redis"]} without persistence. "Run" says when a row was measured, and the machine\'s load average when that run began.'
     )
     lines = [
         where,
         "",
-        "| row | what | goal | measured | 95 % interval | | contestants, medians |",
-        "|---|---|---|---|---|---|---|",
+        "| row | what | goal | measured | 95 % interval | | contestants, medians | run |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for figure in results["figures"]:
+        run = results["runs"][figure["row"]]
         value, unit = figure["value"], figure["unit"].replace("times", "x")
         goal = ""
         if figure["goal"] is not None:
@@ -61,6 +62,7 @@ def _table(results: dict[str, Any]) -> str:
             interval,
             verdict,
             parts,
+            f"{run['measured_at']}, load {run['load']}",
         )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -215,5 +215,5 @@ def machine(rig: Rig) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cpu": model,
         "load": round(os.getloadavg()[0], 1),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": platform.system(),
     }

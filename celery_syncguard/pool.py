@@ -108,7 +108,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         """The value that a statement answers with as JSON, decoded. It has numbered places (`$1`) and one value.
 
         For the statements of every task: a cursor, which would look up how to convert each parameter and column, costs
-        three times as much CPU.
+        about twice as much CPU.
 
         Raises:
             psycopg.Error: as `execute`.
