@@ -46,9 +46,7 @@ _QUERIES = {
     "list": "SELECT * FROM {}syncguard_list(%s, %s)",
     "prune": "SELECT to_json({}syncguard_prune($1, $2))",
     "wait": "SELECT to_json({}syncguard_wait($1, $2))",
-    # Does not wait for the disk: its confirmation does, a moment later and many in one. A crash of the server in between
-    # costs at most a second copy in the queue.
-    "claim": "SELECT to_json({}syncguard_claim($1, $2, $3, $4, $5)), set_config('synchronous_commit', 'off', TRUE)",
+    "claim": "SELECT to_json({}syncguard_claim($1, $2, $3, $4, $5))",
     "confirm": "SELECT to_json({}syncguard_confirm($1, $2, $3))",
     "unclaim": "SELECT to_json({}syncguard_unclaim($1, $2))",
     "fenced": "SELECT {}syncguard_fenced(%s, %s, %s)",

@@ -67,8 +67,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.config.stash.get(_DROPPED, (0, []))[0] and os.environ.get("CI") == "true":
+    dropped = session.config.stash.get(_DROPPED, (0, []))
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:  # one process of several (pytest -n): the one that reports decides
+        output["dropped"] = dropped
+    elif dropped[0] and os.environ.get("CI") == "true":
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    # Every process collects the same tests, so that one of them speaks for all.
+    count, reasons = getattr(node, "workeroutput", {}).get("dropped", (0, []))
+    if count:
+        node.config.stash[_DROPPED] = (count, list(reasons))
 
 
 _DROPPED = pytest.StashKey[tuple[int, list[str]]]()

@@ -95,8 +95,12 @@ class Chaos:
         choices = ["kill", "stop", "freeze"]
         if self.pg is not None and not self.plain:
             choices += ["terminate backends", "terminate backends", "restart the database", "crash the database"]
-        deed = chance.choice(choices)
+        # The first one ends a term for certain; afterwards every other one is aimed at whoever leads.
+        first = not self.deeds and not self.plain
+        deed = "kill" if first else chance.choice(choices)
         node = chance.choice(nodes)
+        if first or chance.random() < 0.5:
+            node = self._leader(nodes) or node
         self.deeds[deed] += 1
         if deed == "kill":
             node.kill()
@@ -114,6 +118,18 @@ class Chaos:
         else:
             self.pg.restart(mode="fast" if deed.startswith("restart") else "immediate")
         time.sleep(chance.uniform(0.5, 4.0))
+
+    def _leader(self, nodes: list[CeleryNode]) -> CeleryNode | None:
+        if self.plain:
+            return None
+        try:
+            with psycopg.connect(self.dsn, connect_timeout=3) as connection:
+                row = connection.execute(
+                    "select holder from syncguard_locks where starts_with(key, '__syncguard_leader:')"
+                ).fetchone()
+        except psycopg.OperationalError:
+            return None  # it is just being restarted
+        return next((node for node in nodes if row and row[0].endswith(f"pid {node.pid}")), None)
 
     def _look(self, nodes: list[CeleryNode]) -> None:
         for node in nodes:
