@@ -519,6 +519,7 @@ BEGIN
       END IF;
     END IF;
     IF outcome IS NOT NULL THEN
+      now_ms := syncguard_clock_ms();
       task_id := v_row.task_id;
       holder := v_row.holder;
       claimed_at_ms := v_row.claimed_at_ms;

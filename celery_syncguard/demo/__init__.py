@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -59,6 +60,9 @@ def run(json_path: str | None = None) -> int:
     except KeyboardInterrupt:
         print("demo: interrupted, everything is stopped")
         return 130
+    except (OSError, RuntimeError, subprocess.SubprocessError) as exc:
+        print(f"demo: its servers or workers did not start: {exc}")
+        return 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     view.show_checks(checks)

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -45,11 +47,11 @@ def _left(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    # The servers run as another user when the tests run as root, and must be able to enter.
-    for parent in [tmp_path, *tmp_path.parents[:2]]:
-        parent.chmod(0o755)
-    return tmp_path
+def folder() -> Iterator[Path]:
+    # Not pytest's own: the servers run as another user when the tests run as root, and must be able to enter.
+    with tempfile.TemporaryDirectory(prefix="of-the-demo-") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
 
 
 def test_the_demo_holds_every_check_writes_them_and_leaves_nothing_behind(folder: Path) -> None:
