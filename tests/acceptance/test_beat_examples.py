@@ -13,7 +13,7 @@ import pytest
 from tests.fixtures.cluster import ROOT
 from tests.fixtures.polling import poll
 
-on_redis = pytest.mark.parametrize("broker", ["redis"], indirect=True)
+on_both = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def run(pg_dsn, tmp_path):
         yield start
 
 
-@on_redis
+@on_both
 def test_two_beats_tick_on_when_the_leader_is_killed(run, broker, pg_dsn):
     url = {"BROKER_URL": broker.url}
     celery = ("-m", "celery", "-A", "app")

@@ -21,6 +21,7 @@ TTL = 3.0
 #: What a busy machine may add.
 SLACK = 4.0
 
+on_both = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 on_redis = pytest.mark.parametrize("broker", ["redis"], indirect=True)
 
 
@@ -85,7 +86,7 @@ def test_two_beats_send_each_slot_once_and_the_task_can_see_which(beats, broker,
     assert {(row.note, row.fence, row.task_id) for row in runs} <= sent
 
 
-@on_redis
+@on_both
 def test_two_beats_without_us_send_everything_twice(beats, broker):
     """The negative control."""
     setup = beats()
@@ -118,7 +119,7 @@ def test_a_clean_stop_hands_over_within_a_second(beats, broker, pg_dsn):
     assert "Traceback" not in setup.logs()
 
 
-@on_redis
+@on_both
 def test_behind_a_pooler_that_swallows_notifications_a_stop_hands_over_within_a_second(
     beats, broker, pg_dsn, pgbouncer_dsn
 ):
@@ -145,7 +146,7 @@ def test_a_killed_leader_is_replaced_when_its_lease_ends(beats, broker, pg_dsn):
     assert time.monotonic() - began < TTL + 1 + SLACK
 
 
-@on_redis
+@on_both
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_a_slot_due_while_the_leader_dies_is_sent_once(beats, broker, pg_dsn, side):
     """case 52: killed 0.1 s before and after a slot."""
@@ -194,7 +195,7 @@ def test_a_frozen_leader_sends_nothing_when_it_wakes_up(beats, broker, pg_dsn):
     assert "Traceback" not in setup.logs()
 
 
-@on_redis
+@on_both
 def test_without_the_last_look_a_frozen_leader_sends_a_second_time(beats, broker, pg_dsn):
     """The negative control."""
     setup = beats(conf={"syncguard_catch_up": "all"}, environment={"SYNCGUARD_TEST_WITHOUT_CHECK": "1"})
@@ -203,7 +204,7 @@ def test_without_the_last_look_a_frozen_leader_sends_a_second_time(beats, broker
         poll(inbox.copies, timeout=10)
 
 
-@on_redis
+@on_both
 def test_a_suspended_machine_owns_again_before_it_sends(beats, broker, pg_dsn):
     """case 45: three times the ttl, alone."""
     setup = beats()
@@ -222,7 +223,7 @@ def test_a_suspended_machine_owns_again_before_it_sends(beats, broker, pg_dsn):
     assert only.alive
 
 
-@on_redis
+@on_both
 def test_a_deleted_lease_row_ends_the_term_and_not_the_process(beats, broker, pg_dsn):
     """case 54"""
     setup = beats()
@@ -237,7 +238,7 @@ def test_a_deleted_lease_row_ends_the_term_and_not_the_process(beats, broker, pg
     assert "Traceback" not in setup.logs()
 
 
-@on_redis
+@on_both
 def test_a_leader_that_hardly_gets_to_run_sends_nothing_twice(beats, broker, pg_dsn):
     """case 54: a tenth of the time, as under a CPU limit; with a ttl of 3 s it may keep or lose the leadership."""
     setup = beats({"fast": 0.2})
@@ -272,7 +273,7 @@ def test_a_leader_that_dies_before_it_sends_leaves_the_slot_to_the_next_one(beat
     assert first_slot[3], "and marked by the one that sent it"
 
 
-@on_redis
+@on_both
 def test_a_leader_that_dies_before_it_marks_leaves_a_copy_that_run_once_answers(beats, broker, pg_dsn, history):
     """case 52: published, and killed before the mark. The copy is the same task, so it runs once."""
     setup = beats({"slow": {"every": 4.0, "task": "once", "syncguard_catch_up": "all"}})
@@ -307,7 +308,7 @@ def test_a_leader_that_dies_before_it_marks_leaves_a_copy_that_run_once_answers(
 # The database
 
 
-@on_redis
+@on_both
 def test_without_a_database_nothing_is_sent_until_it_is_there(beats, broker, pg_dsn, pg_proxy):
     """case 47"""
     setup = beats(dsn=pg_proxy.dsn(pg_dsn))
@@ -325,7 +326,7 @@ def test_without_a_database_nothing_is_sent_until_it_is_there(beats, broker, pg_
     assert "Traceback" not in setup.logs()
 
 
-@on_redis
+@on_both
 def test_a_leader_that_loses_the_database_steps_down_at_its_deadline_and_comes_back(beats, broker, pg_dsn, pg_proxy):
     """case 48, case 62"""
     setup = beats(dsn=pg_proxy.dsn(pg_dsn), conf={"syncguard_catch_up": "all"})
@@ -350,7 +351,7 @@ def test_a_leader_that_loses_the_database_steps_down_at_its_deadline_and_comes_b
     assert "Traceback" not in setup.logs()
 
 
-@on_redis
+@on_both
 def test_terminated_backends_cost_no_slot(beats, broker, pg_dsn, pg_server):
     """case 62: every second for a while; `scripts/beat-chaos` does it for as long as wanted."""
     setup = beats(conf={"syncguard_catch_up": "all"})
@@ -370,7 +371,7 @@ def test_terminated_backends_cost_no_slot(beats, broker, pg_dsn, pg_server):
     assert "Traceback" not in setup.logs()
 
 
-@on_redis
+@on_both
 def test_a_database_without_our_tables_is_said_with_the_command_that_helps(beats, broker, empty_dsn):
     setup = beats(dsn=empty_dsn)
     node = start(setup)
@@ -473,7 +474,7 @@ def test_a_message_that_the_broker_refuses_keeps_nobody_else_waiting(beats, brok
 # Configuration and clocks
 
 
-@on_redis
+@on_both
 def test_a_newer_schedule_changes_nothing_until_its_beat_leads(beats, broker, pg_dsn):
     """case 51: a rolling deploy. And no entry is lost."""
     setup = beats({"kept": 1.0, "old": 1.0})
@@ -494,7 +495,7 @@ def test_a_newer_schedule_changes_nothing_until_its_beat_leads(beats, broker, pg
     second.stop()
 
 
-@on_redis
+@on_both
 def test_hosts_whose_clocks_are_hours_apart_send_at_the_databases_time(beats, broker, pg_dsn):
     """case 52: with leaders that disagree on the time no slot comes early, late, or twice."""
     setup = beats(conf={"syncguard_catch_up": "all"})
@@ -518,7 +519,7 @@ def test_hosts_whose_clocks_are_hours_apart_send_at_the_databases_time(beats, br
     assert late < 30
 
 
-@on_redis
+@on_both
 def test_slots_missed_while_nobody_led_follow_the_rule_of_their_entry(beats, broker, pg_dsn):
     """case 52"""
     hourly = {rule: {"every": 3600.0, "syncguard_catch_up": rule} for rule in ("one", "skip", "all")}
@@ -540,7 +541,7 @@ def test_slots_missed_while_nobody_led_follow_the_rule_of_their_entry(beats, bro
     assert inbox.copies() == []
 
 
-@on_redis
+@on_both
 def test_a_duplicate_periodic_task_is_an_info_and_not_an_error(beats, broker, pg_dsn):
     setup = beats({"alone": {"every": 1.0, "task": "alone"}})
     node = start(setup)
@@ -552,7 +553,7 @@ def test_a_duplicate_periodic_task_is_an_info_and_not_an_error(beats, broker, pg
 # Files, and beat inside a worker
 
 
-@on_redis
+@on_both
 def test_no_local_file_is_needed_for_a_start(beats, broker, pg_dsn, tmp_path):
     """case 66: corrupt schedule files, and a folder that nobody can write to (for root: one that does not exist)."""
     setup = beats(conf={"syncguard_beat_scheduler": "celery.beat:PersistentScheduler"})
@@ -570,7 +571,7 @@ def test_no_local_file_is_needed_for_a_start(beats, broker, pg_dsn, tmp_path):
         assert inbox.copies() == []
 
 
-@on_redis
+@on_both
 def test_a_killed_beat_starts_again_with_its_stale_pidfile(beats, broker, pg_dsn, tmp_path):
     """case 66: the file names a process that is gone. (Without --pidfile there is none, which containers should use.)"""
     pidfile = tmp_path / "beat.pid"
@@ -584,7 +585,7 @@ def test_a_killed_beat_starts_again_with_its_stale_pidfile(beats, broker, pg_dsn
         inbox.wait_for(1)
 
 
-@on_redis
+@on_both
 def test_beat_inside_a_worker_leads_and_hands_over_when_the_worker_stops(beats, broker, pg_dsn, history):
     setup = beats(conf={"syncguard_leader_ttl": 60})
     worker = setup.start_worker("-B", "--scheduler", "syncguard")

@@ -18,7 +18,7 @@ TTL = 3.0
 MODULE = "tests.acceptance.tasks_of_beat"
 DJANGO = "tests.acceptance.tasks_of_django_beat"
 
-on_redis = pytest.mark.parametrize("broker", ["redis"], indirect=True)
+on_both = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 
 
 def seconds_between(messages):
@@ -44,7 +44,7 @@ def take_turns(setup, inbox, count=2):
     return first, second
 
 
-@on_redis
+@on_both
 def test_celerys_persistent_scheduler_keeps_its_slots_over_leaders(celery_setup, broker, pg_dsn):
     """case 56"""
     setup = celery_setup(
@@ -64,7 +64,7 @@ def test_celerys_persistent_scheduler_keeps_its_slots_over_leaders(celery_setup,
     assert "Traceback" not in setup.logs()
 
 
-@on_redis
+@on_both
 def test_a_scheduler_of_ones_own_decides_and_sends_as_it_likes(celery_setup, broker, pg_dsn):
     """case 56: it adds an entry, refuses another, and has its own `apply_entry`."""
     setup = celery_setup(
@@ -119,7 +119,7 @@ def insert(conn, name, *, every, period="seconds", one_off=False):
     return interval
 
 
-@on_redis
+@on_both
 def test_edits_by_sql_are_seen_within_the_interval(django_setup, broker, pg_dsn):
     """case 58, case 59: an interval is shortened by psql, an entry is added, one is switched off."""
     with psycopg.connect(pg_dsn, autocommit=True) as conn, Inbox(django_setup) as inbox:
@@ -139,7 +139,7 @@ def test_edits_by_sql_are_seen_within_the_interval(django_setup, broker, pg_dsn)
         assert seconds_between(inbox.of("hourly")) == {1.0}
 
 
-@on_redis
+@on_both
 def test_edits_in_the_very_tick_that_sends_never_send_a_slot_twice(django_setup, broker, pg_dsn):
     """case 60: a refresh brings back the old last_run_at from the table; what was sent is not read from there."""
     with psycopg.connect(pg_dsn, autocommit=True) as conn, Inbox(django_setup) as inbox:
@@ -158,7 +158,7 @@ def test_edits_in_the_very_tick_that_sends_never_send_a_slot_twice(django_setup,
         assert seconds_between(inbox.messages) == {1.0}
 
 
-@on_redis
+@on_both
 def test_django_celery_beat_keeps_its_slots_over_leaders_and_a_one_off_runs_once(django_setup, broker, pg_dsn):
     """case 56, case 62"""
     with psycopg.connect(pg_dsn, autocommit=True) as conn, Inbox(django_setup) as inbox:
@@ -173,7 +173,7 @@ def test_django_celery_beat_keeps_its_slots_over_leaders_and_a_one_off_runs_once
     assert seconds_between(inbox.of("busy")) == {1.0}
 
 
-@on_redis
+@on_both
 def test_a_schedule_row_that_is_deleted_under_an_entry_is_loud_and_stops_nothing_else(django_setup, broker, pg_dsn):
     """case 68: the foreign key is taken away first, as it is in a database without them."""
     with psycopg.connect(pg_dsn, autocommit=True) as conn, Inbox(django_setup) as inbox:

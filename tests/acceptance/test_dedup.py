@@ -13,7 +13,7 @@ from tests.fixtures.polling import poll
 
 MODULE = "tests.acceptance.apps.dedup_tasks"
 
-ONE_BROKER = pytest.mark.parametrize("broker", ["redis"], indirect=True)
+BOTH = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_one_runs_and_one_waits_of_ten_that_are_published_during_a_hold(setup, h
     poll(lambda: claims() == {})
 
 
-@ONE_BROKER
+@BOTH
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_throttle_lets_one_through_per_window_also_after_it_has_ended(setup, history, claims, fails):
     """case 81: after a success and after a failure."""
@@ -91,7 +91,7 @@ def test_a_throttle_lets_one_through_per_window_also_after_it_has_ended(setup, h
     assert (second_run.at - first_run.at).total_seconds() > 3
 
 
-@ONE_BROKER
+@BOTH
 def test_a_body_that_changes_its_arguments_ends_its_claim(setup, history, claims):
     """case 73."""
     setup.start_worker()
@@ -116,7 +116,7 @@ def test_a_revoked_task_frees_its_claim(setup, history, claims):
     assert history.count("start") == 1
 
 
-@ONE_BROKER
+@BOTH
 def test_a_task_that_is_terminated_while_it_runs_frees_its_claim(setup, history, claims):
     work = setup.module.work
     setup.start_worker()
@@ -140,7 +140,7 @@ def test_an_expired_message_frees_its_claim_though_no_worker_has_seen_it(setup, 
     poll(lambda: claims() == {})
 
 
-@ONE_BROKER
+@BOTH
 def test_a_worker_that_throws_an_expired_message_away_ends_its_claim(setup, history, claims, pg_dsn):
     work = setup.module.work
     setup.start_worker(concurrency=1)
@@ -157,7 +157,7 @@ def test_a_worker_that_throws_an_expired_message_away_ends_its_claim(setup, hist
     assert history.count("start", key="a") == 0
 
 
-@ONE_BROKER
+@BOTH
 def test_a_skipped_task_frees_its_claim(setup, history, claims):
     setup.start_worker()
     holder = setup.module.locked.apply_async(("a", "go"), lock_ttl=60)
@@ -188,7 +188,7 @@ def test_a_retry_keeps_the_claim_until_the_last_attempt(setup, history, claims):
     assert binding.guard_for(setup.app).locks() == []
 
 
-@ONE_BROKER
+@BOTH
 def test_autoretry_keeps_the_claim_and_ends_it_with_the_last_failure(setup, history, claims):
     """case 35: `autoretry_for` with backoff and jitter; no row is left."""
     task = setup.module.autoretrying
@@ -203,7 +203,7 @@ def test_autoretry_keeps_the_claim_and_ends_it_with_the_last_failure(setup, hist
     assert binding.guard_for(setup.app).locks() == []
 
 
-@ONE_BROKER
+@BOTH
 def test_a_retry_with_other_arguments_takes_their_claim_and_gives_its_own_back(setup, history, claims):
     setup.start_worker()
     result = setup.module.retrying_with_another_key.delay("first")
@@ -211,7 +211,7 @@ def test_a_retry_with_other_arguments_takes_their_claim_and_gives_its_own_back(s
     assert not setup.module.retrying_with_another_key.delay("first").duplicate
 
 
-@ONE_BROKER
+@BOTH
 def test_a_retry_after_its_claim_went_to_another_runs_too(setup, history, claims):
     """case 41: a second was queued after the first had started; both run, one after the other."""
     task = setup.module.retrying_after_start
@@ -256,7 +256,7 @@ def test_the_claim_of_a_worker_that_is_gone_is_free_at_the_locks_ttl(setup, hist
     assert {row.task_id for row in history.events("start")} == {first.id, second.id}
 
 
-@ONE_BROKER
+@BOTH
 def test_the_claim_of_a_task_without_a_lock_outlives_its_dead_worker(setup, history, claims):
     """The negative control: without a lease nothing says that it died; `dedup_ttl` is what is left."""
     worker = setup.start_worker()
@@ -268,7 +268,7 @@ def test_the_claim_of_a_task_without_a_lock_outlives_its_dead_worker(setup, hist
     assert setup.module.work.delay("a").id == first.id
 
 
-@ONE_BROKER
+@BOTH
 def test_a_worker_confirms_a_claim_whose_producer_died(setup, history, pg_dsn):
     """The producer ended between publish and confirm; the task runs for longer than an unconfirmed claim lives."""
     confirmer = binding.binding_for(setup.app).confirmer
@@ -287,7 +287,7 @@ def test_a_worker_confirms_a_claim_whose_producer_died(setup, history, pg_dsn):
 # --- messages that bypass apply_async, and canvases -----------------------------------------------------------------
 
 
-@ONE_BROKER
+@BOTH
 def test_a_message_that_was_sent_by_name_is_claimed_while_it_runs(setup, history, claims):
     setup.start_worker()
     result = setup.app.send_task(setup.module.locked.name, ["a", "go"])
@@ -312,7 +312,7 @@ def test_a_duplicate_step_of_a_chain_is_sent_and_its_parent_stays_a_success(setu
     poll(lambda: claims() == {})
 
 
-@ONE_BROKER
+@BOTH
 def test_a_duplicate_callback_or_body_of_a_chord_is_sent_and_what_it_follows_stays_a_success(setup, history, claims):
     module = setup.module
     setup.start_worker(concurrency=3)
@@ -327,7 +327,7 @@ def test_a_duplicate_callback_or_body_of_a_chord_is_sent_and_what_it_follows_sta
     history.wait_for("end", key="a", count=3)
 
 
-@ONE_BROKER
+@BOTH
 def test_a_step_is_sent_without_its_claim_while_the_database_is_away(celery_setup, broker, pg_proxy, pg_dsn, history):
     """Its parent has ended well and stays so; a publisher of its own accord gets an error instead."""
     setup = celery_setup(
@@ -347,7 +347,7 @@ def test_a_step_is_sent_without_its_claim_while_the_database_is_away(celery_setu
     pg_proxy.accept()
 
 
-@ONE_BROKER
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
 def test_what_beat_sends_is_deduplicated(celery_setup, broker, pg_dsn):
     """The plain entry is the negative control. No worker runs."""
     schedule = {
@@ -369,7 +369,7 @@ def test_what_beat_sends_is_deduplicated(celery_setup, broker, pg_dsn):
         assert client.llen(f"{broker.queue}-plain") >= 4
 
 
-@ONE_BROKER
+@BOTH
 def test_the_tail_of_a_refused_chain_is_not_run_and_the_first_ones_is(setup, history, claims):
     """case 77, at the head."""
     module = setup.module
@@ -381,7 +381,7 @@ def test_the_tail_of_a_refused_chain_is_not_run_and_the_first_ones_is(setup, his
     assert history.count("start", key="second") == 0
 
 
-@ONE_BROKER
+@BOTH
 def test_a_message_with_an_eta_holds_its_claim_but_no_lock(setup, history, claims):
     """case 38: one in an hour, and others under its lock."""
     task = setup.module.locked
@@ -395,7 +395,7 @@ def test_a_message_with_an_eta_holds_its_claim_but_no_lock(setup, history, claim
     assert list(claims().values()) == [later.id]
 
 
-@ONE_BROKER
+@BOTH
 def test_shutting_down_ends_no_claim_of_what_is_still_queued(setup, history, claims):
     worker = setup.start_worker(concurrency=1)
     running = setup.module.work.delay("a", "go")
@@ -412,7 +412,7 @@ def test_shutting_down_ends_no_claim_of_what_is_still_queued(setup, history, cla
         assert claims() == {"done:b": queued.id}
 
 
-@ONE_BROKER
+@BOTH
 @pytest.mark.parametrize("signals", [[signal.SIGQUIT], [signal.SIGTERM, signal.SIGQUIT]], ids=["quit", "term, quit"])
 @pytest.mark.parametrize("task", ["locked", "work"])
 def test_a_cold_shutdown_frees_the_claims_of_what_it_cut_off(setup, history, claims, signals, task):

@@ -11,7 +11,7 @@ from tests.fixtures import gate
 from tests.fixtures.polling import poll
 
 APP = "tests.acceptance.apps.pools_bodies"
-REDIS = pytest.mark.parametrize("broker", ["redis"], indirect=True)
+BOTH = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_thawed_body_is_told_at_once_and_can_do_no_harm(celery_setup, broker, 
     assert setup.module.quick.delay("a").get(timeout=30) > successor.fence
 
 
-@REDIS
+@BOTH
 def test_a_thawed_body_that_is_not_told_writes_beside_its_successor(celery_setup, broker, pg_dsn, history, guard):
     """The negative control."""
     setup = celery_setup(APP)
@@ -84,7 +84,7 @@ def test_a_thawed_body_that_is_not_told_writes_beside_its_successor(celery_setup
     assert len(history.overlaps()) == 1
 
 
-@REDIS
+@BOTH
 def test_the_row_names_the_killed_worker_that_is_waited_for(celery_setup, broker, pg_dsn, history, guard):
     """Who blocks is known, also when it is dead: its name is in the lock's row until the ttl."""
     setup = celery_setup(APP)

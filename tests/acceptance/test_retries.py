@@ -79,7 +79,7 @@ def test_an_attempt_that_was_published_before_the_first_ended_runs_after_it(
     poll(lambda: rows_left(pg_dsn) == NOTHING)
 
 
-@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+@pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 def test_without_a_lock_the_next_attempt_overlaps_the_first(celery_setup, broker, pg_dsn, history):
     """The negative control of the test before."""
     setup = celery_setup(MODULE)

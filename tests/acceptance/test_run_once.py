@@ -13,7 +13,7 @@ from tests.fixtures.polling import poll
 
 MODULE = "tests.acceptance.apps.dedup_run_once"
 
-ONE_BROKER = pytest.mark.parametrize("broker", ["redis"], indirect=True)
+BOTH = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 
 
 #: For Redis; RabbitMQ needs no such thing, and gets no such option.
@@ -57,7 +57,7 @@ def test_a_task_that_is_delivered_again_after_its_end_is_answered(setup, history
     worker.wait_for_log(f"{result.id}\\] not run: 'task:{result.id}' was done by task {result.id}")
 
 
-@ONE_BROKER
+@BOTH
 def test_without_run_once_it_runs_again(setup, history):
     """The negative control."""
     setup.start_worker()
@@ -94,7 +94,7 @@ def test_a_key_answers_other_tasks_too_with_the_first_result(setup, history):
     assert history.count("start") == 2
 
 
-@ONE_BROKER
+@BOTH
 def test_an_answer_does_not_overwrite_the_first_result_that_is_being_stored(setup, history, pg_dsn):
     """The lock is released before Celery stores the result: in between the first result is not to be had yet."""
     task = setup.module.slow_to_store
@@ -111,7 +111,7 @@ def test_an_answer_does_not_overwrite_the_first_result_that_is_being_stored(setu
     assert "None" not in [line.rpartition(": ")[2] for line in worker.logs().splitlines() if "succeeded in" in line]
 
 
-@ONE_BROKER
+@BOTH
 def test_a_failure_is_not_remembered(setup, history):
     daily = setup.module.daily
     setup.start_worker()
@@ -121,7 +121,7 @@ def test_a_failure_is_not_remembered(setup, history):
     assert second.get(timeout=30) == f"monday by {second.id}"
 
 
-@ONE_BROKER
+@BOTH
 def test_a_completion_is_forgotten_after_its_ttl(setup, history, pg_dsn):
     daily = setup.module.daily
     setup.start_worker()
@@ -134,7 +134,7 @@ def test_a_completion_is_forgotten_after_its_ttl(setup, history, pg_dsn):
         assert connection.execute(live).fetchone() == (1,)
 
 
-@ONE_BROKER
+@BOTH
 def test_what_follows_an_answered_task_is_sent_again_since_it_may_never_have_been(setup, history):
     """At least once: the first run may have died before it could send the next step, which has run_once itself."""
     module = setup.module

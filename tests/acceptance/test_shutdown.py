@@ -11,13 +11,14 @@ from tests.fixtures.polling import poll
 APP = "tests.acceptance.apps.pools_bodies"
 POOLS = pytest.mark.parametrize(
     ("broker", "pool"),
-    [("redis", "prefork"), ("rabbitmq", "prefork"), ("redis", "solo"), ("redis", "threads"), ("redis", "gevent")],
+    [(broker, pool) for broker in ("redis", "rabbitmq") for pool in ("prefork", "solo", "threads", "gevent")],
     indirect=["broker"],
 )
 
 
-def redis_with(*pools):
-    return pytest.mark.parametrize(("broker", "pool"), [("redis", one) for one in pools], indirect=["broker"])
+def with_pools(*pools):
+    cases = [(broker, pool) for broker in ("redis", "rabbitmq") for pool in pools]
+    return pytest.mark.parametrize(("broker", "pool"), cases, indirect=["broker"])
 
 
 #: Seconds that a busy machine may need on top of the second that we are allowed.
@@ -68,7 +69,7 @@ def test_a_warm_shutdown_renews_until_the_last_body_ended_then_releases(
     assert history.count("lost") == 0
 
 
-@redis_with("prefork", "solo")
+@with_pools("prefork", "solo")
 def test_a_soft_shutdown_renews_until_its_limit_and_then_frees_what_it_cuts_off(
     celery_setup, broker, pg_dsn, history, guard, pool
 ):
@@ -115,7 +116,7 @@ def test_a_body_that_celery_fails_to_cut_off_keeps_its_lock_until_it_ends(
     poll(lambda: not guard.locks())
 
 
-@redis_with("prefork", "solo", "threads", "gevent")
+@with_pools("prefork", "solo", "threads", "gevent")
 def test_a_cold_shutdown_during_a_warm_one_frees_what_it_cuts_off(celery_setup, broker, pg_dsn, history, guard, pool):
     setup = celery_setup(APP)
     worker = start_holding(setup, history, pool)

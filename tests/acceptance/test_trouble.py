@@ -14,7 +14,7 @@ from tests.fixtures.polling import poll
 from tests.fixtures.servers import PostgresServer
 
 APP = "tests.acceptance.apps.pools_bodies"
-REDIS = pytest.mark.parametrize("broker", ["redis"], indirect=True)
+BOTH = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_backends_terminated_every_second_lose_no_lease(start, broker, record, p
     assert "terminating connection due to administrator command" in private_pg.log_text()
 
 
-@REDIS
+@BOTH
 def test_a_restart_during_a_run_is_survived(start, record, private_pg, guard):
     """case 33: rows outlive the server's restart, unlike session locks."""
     setup, _ = start()
@@ -80,7 +80,7 @@ def test_a_restart_during_a_run_is_survived(start, record, private_pg, guard):
     poll(lambda: not guard.locks())
 
 
-@REDIS
+@BOTH
 @pytest.mark.slow
 def test_an_outage_longer_than_the_ttl_tells_the_holder_before_anybody_else_runs(start, record, private_pg, guard):
     """case 33: ten seconds without a server; the work that waits comes back by itself."""
@@ -110,7 +110,7 @@ def test_an_outage_longer_than_the_ttl_tells_the_holder_before_anybody_else_runs
     poll(lambda: not guard.locks())
 
 
-@REDIS
+@BOTH
 def test_a_task_says_what_an_unreachable_server_means_for_it(start, record, private_pg):
     """lock_on_unavailable: fails, runs unlocked, or comes back."""
     setup, worker = start()
@@ -127,7 +127,7 @@ def test_a_task_says_what_an_unreachable_server_means_for_it(start, record, priv
     assert retried.get(timeout=60) == "ran"
 
 
-@REDIS
+@BOTH
 def test_work_waits_out_a_read_only_server(start, record, private_pg):
     setup, worker = start()
     assert setup.module.retry_unavailable.delay("a").get(timeout=30) == "ran"
@@ -145,7 +145,7 @@ def test_work_waits_out_a_read_only_server(start, record, private_pg):
     assert result.get(timeout=60) == "ran"
 
 
-@REDIS
+@BOTH
 def test_work_waits_out_a_server_without_a_free_slot(celery_setup, broker, pg_dsn, record):
     with PostgresServer(settings={"max_connections": 12}) as server:
         server.execute("create database syncguard")
@@ -178,7 +178,7 @@ def fill(server, dsn, slots):
     return False
 
 
-@REDIS
+@BOTH
 def test_a_holder_cut_off_without_a_word_blocks_for_its_ttl_only(celery_setup, broker, pg_dsn, pg_proxy, history):
     """case 88: packets vanish, the connection stays open on both ends, and no FIN is ever seen."""
     setup = celery_setup(APP, dsn=pg_proxy.dsn(pg_dsn), conf={"syncguard_timeout": 1.0})
@@ -199,7 +199,7 @@ def test_a_holder_cut_off_without_a_word_blocks_for_its_ttl_only(celery_setup, b
     assert setup.module.quick.delay("a").get(timeout=60) > successor.fence
 
 
-@REDIS
+@BOTH
 def test_everyday_answers_leave_no_error_in_the_servers_log(start, record, private_pg, guard):
     """Duplicates, held locks, copies, skips and waits are answers, and no statement of ours fails for them."""
     setup, worker = start(concurrency=4)

@@ -21,7 +21,9 @@ _connections = {}
 def connection():
     """The user's own, one per process and thread."""
     identity = (os.getpid(), threading.get_ident())
-    if identity not in _connections:
+    known = _connections.get(identity)
+    # An interrupt that came in the middle of a statement leaves it under way.
+    if known is None or known.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
         _connections[identity] = psycopg.connect(os.environ[DSN_VARIABLE], autocommit=True, application_name="user")
     return _connections[identity]
 
@@ -37,7 +39,7 @@ def _answered(sender, done, **_):
 
 
 OPTIONS = {"bind": True, "acks_late": True, "reject_on_worker_lost": True}
-LOCK = {"base": LockedTask, "lock_ttl": 1, "lock_retry_delay": (0.05, 0.5), "lock_max_deaths": 1000}
+LOCK = {"base": LockedTask, "lock_ttl": 2, "lock_retry_delay": (0.05, 0.5), "lock_max_deaths": 1000}
 
 
 def _increment(self, n):
