@@ -56,7 +56,7 @@ def freeze_until_taken_over(setup, worker, history, guard, task):
     indirect=["broker"],
 )
 def test_a_thawed_body_is_told_at_once_and_can_do_no_harm(celery_setup, broker, pg_dsn, history, guard, pool):
-    """case 11: case 89: frozen beyond its ttl, then alive again."""
+    """case 89, case 11: frozen beyond its ttl, then alive again."""
     setup = celery_setup(APP)
     worker = setup.start_worker(pool=pool)
     successor = freeze_until_taken_over(setup, worker, history, guard, setup.module.hold)
