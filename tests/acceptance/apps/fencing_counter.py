@@ -15,9 +15,7 @@ _connections = {}
 
 
 def connection():
-    known = _connections.get(os.getpid())
-    # An interrupt that came in the middle of a statement leaves it under way.
-    if known is None or known.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
+    if os.getpid() not in _connections:
         _connections[os.getpid()] = psycopg.connect(os.environ[DSN_VARIABLE], autocommit=True, application_name="user")
     return _connections[os.getpid()]
 
