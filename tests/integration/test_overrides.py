@@ -95,7 +95,8 @@ def test_a_hook_that_raises_leaves_no_lock(app):
 
 
 def test_flask_s_application_context_covers_and_is_covered(app):
-    flask = pytest.importorskip("flask")
+    import flask
+
     web = flask.Flask("overrides")
 
     class FlaskTask(LockedTask):
