@@ -57,7 +57,6 @@ def install_stamps(app: Any, clock: HybridLogicalClock | None = None) -> HybridL
     if clock is not None:
         stamps.clock = clock
     stamps.wanted = True
-    stamps.connect()
     return stamps.clock
 
 
@@ -67,11 +66,11 @@ def follow_setting(app: Any) -> None:
     Reads the setting when a message is published or run, never earlier: asking an application for its configuration
     makes it load it, and it may still be in the making.
     """
-    _stamps_of(app).connect()
+    _stamps_of(app)
 
 
 class _Stamps:
-    """An application's clock and its two signal handlers; lives in the application, so that it dies with it."""
+    """An application's clock; lives in the application, so that it dies with it."""
 
     def __init__(self, app: Any) -> None:
         self._app = weakref.ref(app)
@@ -80,20 +79,14 @@ class _Stamps:
             f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}", max_drift=MAX_DRIFT
         )
 
-    def connect(self) -> None:
-        signals.before_task_publish.connect(self._stamp)
-        signals.task_prerun.connect(self._observe)
-
     def _is_wanted(self) -> bool:
         app = self._app()
         if not self.wanted and app is not None and app.configured:
             self.wanted = bool(app.conf.get("syncguard_hlc"))
         return self.wanted
 
-    def _stamp(self, headers: MutableMapping[str, Any] | None = None, **_: Any) -> None:
-        # The signal does not say which application publishes. So every one in this process that is installed stamps,
-        # each overtaking the one before: the message comes after all that any of them has stamped.
-        if headers is None or not self._is_wanted():
+    def stamp(self, headers: MutableMapping[str, Any]) -> None:
+        if not self._is_wanted():
             return
         earlier = headers.pop(HEADER, None)  # another application's, or a retry's own from its first sending
         try:
@@ -110,10 +103,9 @@ class _Stamps:
             _ignored(earlier, exc)
             return self.clock.now()
 
-    def _observe(self, sender: Any = None, task_id: str | None = None, **_: Any) -> None:
-        if _real(sender.app) is not self._app() or not self._is_wanted():
+    def observe(self, request: Any, task_id: str | None) -> None:
+        if not self._is_wanted():
             return
-        request = sender.request
         stamp = request.get(HEADER) or (request.headers or {}).get(HEADER)
         if stamp is None:
             return  # sent by a producer without this library
@@ -123,11 +115,35 @@ class _Stamps:
             _ignored(stamp, exc, task_id=task_id)
 
 
+# Of every application in this process. One handler per signal serves them all: Celery 5.4 takes the same method of two
+# objects for one receiver and would connect the first only.
+_all: weakref.WeakSet[_Stamps] = weakref.WeakSet()
+
+
+@signals.before_task_publish.connect(weak=False)  # type: ignore[untyped-decorator]
+def _on_publish(headers: MutableMapping[str, Any] | None = None, **_: Any) -> None:
+    # The signal does not say which application publishes. So every one in this process that is installed stamps,
+    # each overtaking the one before: the message comes after all that any of them has stamped.
+    if headers is not None:
+        for stamps in list(_all):
+            stamps.stamp(headers)
+
+
+@signals.task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]
+def _on_prerun(sender: Any = None, task_id: str | None = None, **_: Any) -> None:
+    stamps = _real(sender.app).__dict__.get(_ATTRIBUTE)
+    if stamps is not None:
+        stamps.observe(sender.request, task_id)
+
+
 def _stamps_of(app: Any) -> _Stamps:
     real = _real(app)
     found: _Stamps | None = real.__dict__.get(_ATTRIBUTE)
-    # setdefault, because two threads may be the first to ask.
-    return found if found is not None else real.__dict__.setdefault(_ATTRIBUTE, _Stamps(real))
+    if found is None:
+        # setdefault, because two threads may be the first to ask.
+        found = real.__dict__.setdefault(_ATTRIBUTE, _Stamps(real))
+        _all.add(found)
+    return found
 
 
 def _real(app: Any) -> Any:
