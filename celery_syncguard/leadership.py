@@ -13,7 +13,7 @@ before it does anything else; the renewer keeps it, whatever the program is busy
   * A standby hears of a release at once; otherwise it looks again when the lease that it was told of ends, and at least
     once a second, with jitter. It writes nothing but that it waits.
   * A term ends once. Whatever comes after is another term with a higher number.
-  * Who lost its term, or stepped down, lets the others go first for a moment.
+  * Who lost its term, or stepped down, lets the others go first: until one of them leads, or a moment has passed.
   * Nothing that happens here ends the process, or is worth a traceback.
 
 Not here: what a leader does (`beat`), and the lease itself (`lease`, `renewer`).
@@ -47,6 +47,8 @@ LEADER_PREFIX = RESERVED_PREFIX + "leader:"
 
 #: Seconds after which a standby looks again although it heard nothing: a pooler may keep notifications from it.
 _LOOK = 0.8
+#: Seconds for which the others may go first, at most, and between two looks at whether one of them did.
+_ASIDE, _GLANCE = 2.0, 0.2
 #: Seconds without an answer after which a standby is not healthy.
 _SILENCE = 3.0
 #: Bounds in seconds of the pause while the database cannot be asked.
@@ -120,6 +122,7 @@ class Leadership:
         self._answered_at: float | None = None
         self._reminded_at: float | None = None
         self._not_before = 0.0
+        self._ours: str | None = None  # lock_id of the latest term of this process
         self._asked_down = False
         self._stopping = False
         self._stopped = threading.Event()
@@ -245,14 +248,24 @@ class Leadership:
             else:
                 lease.lose("its deadline passed without a renewal")
                 self._end_term(lease.lost_reason or "it was released")
-            self._not_before = clock.now() + min(2.0, self.ttl / 5)
+            self._not_before = clock.now() + min(_ASIDE, self.ttl / 5)
         self._asked_down = False
         if not self._alive():
             return 1.0
         early = self._not_before - clock.now()
-        if early > 0:
-            return early
+        if early > 0 and not self._another_leads():
+            return min(early, _GLANCE)
+        self._not_before = 0.0
         return self._stand()
+
+    def _another_leads(self) -> bool:
+        # Who has let another one go first is a standby like any, and must not miss that one's release.
+        try:
+            row = self._guard.inspect(self.lock_key)
+        except SyncGuardError:
+            return False
+        self._answered_at = clock.now()
+        return row is not None and row.lock_id != self._ours
 
     def _stand(self) -> float:
         request = Acquire(
@@ -300,6 +313,7 @@ class Leadership:
     def _begin_term(self, lease: Lease) -> None:
         self._reminded_at = None
         self._heard = None
+        self._ours = lease.lock_id
         lease.on_lost = self._noticed
         with self._turn:
             self._lease = lease

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from celery_syncguard import SyncGuard, clock
+from celery_syncguard import SyncGuard, clock, leadership
 from celery_syncguard.config import Settings
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, LeaseLost, StoreUnavailable
 from celery_syncguard.leadership import Leadership, leader_lock_key
@@ -90,16 +90,32 @@ def test_a_stop_hands_over_at_once_and_the_term_is_higher(contender):
     assert first.elect(timeout=0.2) is None, "who was stopped stands no more"
 
 
-def test_who_stepped_down_lets_another_lead(contender):
-    first, second = contender(ttl=5), contender(ttl=5)
+def test_who_stepped_down_lets_another_lead_and_then_stands_by_for_the_next_term(contender, monkeypatch):
+    """However long it would have let the others go first: once one of them leads, its release is not missed."""
+    monkeypatch.setattr(leadership, "_ASIDE", 60.0)
+    first, second = contender(ttl=300), contender(ttl=300)
     first.elect(timeout=5)
     second.start()
     poll(lambda: second.leader is not None)
     first.step_down()
-    assert second.elect(timeout=5)
+    following = second.elect(timeout=5)
     assert not first.leading
+    poll(lambda: first.leader is not None and first.leader.term == following.fence)
     second.step_down()
-    assert first.elect(timeout=10), "and stands by for the next term"
+    assert first.elect(timeout=5)
+    assert not second.leading
+
+
+def test_its_own_row_does_not_make_who_stepped_down_believe_that_another_leads(store, contender, monkeypatch):
+    """The release did not arrive: the row of its own term is still there."""
+    monkeypatch.setattr(leadership, "_ASIDE", 60.0)
+    first = contender(ttl=300)
+    lease = first.elect(timeout=5)
+    store.down = True
+    first.step_down()
+    assert first.lost(timeout=5)
+    assert store.locks(lease.key), "nobody has taken it out"
+    assert not first._another_leads()
 
 
 def test_stepping_down_alone_is_followed_by_a_new_term(contender):
