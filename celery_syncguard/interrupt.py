@@ -30,6 +30,8 @@ from celery_syncguard.lease import Lease
 __all__ = ["Interrupt", "interrupt_for"]
 
 _SIGNAL = getattr(signal, "SIGURG", None)
+#: Without the wrapper that makes an enum of what it can: each body asks.
+_getsignal: Any = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 
 
 class Interrupt(Protocol):
@@ -85,7 +87,7 @@ class _MainThreadInterrupt:
         self.fired = False
         self.over = False  # delivered, or the body has ended; only the main thread writes it
         self.ident = threading.get_ident()
-        current = signal.getsignal(_SIGNAL)  # type: ignore[arg-type]
+        current = _getsignal(_SIGNAL)
         if current is not _on_signal:
             _previous_handler = current
             signal.signal(_SIGNAL, _on_signal)  # type: ignore[arg-type]

@@ -19,8 +19,9 @@ HEADER = "syncguard"
 
 def header_of(headers: Mapping[str, Any] | None) -> dict[str, Any]:
     """Our part of a message's headers, as a dict of its own; empty if there is none or it is none of ours."""
-    ours = (headers or {}).get(HEADER)
-    return dict(ours) if isinstance(ours, Mapping) else {}
+    ours = headers.get(HEADER) if headers else None
+    # The exact type first: asking the abstract one takes a microsecond.
+    return dict(ours) if type(ours) is dict or isinstance(ours, Mapping) else {}
 
 
 def claim_of(ours: Any) -> str | None:

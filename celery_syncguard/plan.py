@@ -23,11 +23,12 @@ _ENTRIES = {"lock_key": "key", "dedup_key": "claim", "run_once": "run"}
 class Plan:
     """The options of one task class, with its templates parsed."""
 
-    __slots__ = ("_parameters", "_templates", "options")
+    __slots__ = ("_entries", "_parameters", "_templates", "options")
 
     def __init__(self, options: TaskOptions, signature: inspect.Signature) -> None:
         self.options = options
         self._parameters = Parameters(signature)
+        self._entries = self._entries_of(options)
         self._templates = {
             name: Template(value, self._parameters, what=name)
             for name in _ENTRIES
@@ -70,12 +71,9 @@ class Plan:
             if rest:
                 header["options"] = rest
         dumped: tuple[Sequence[Any], Mapping[str, Any]] | None = None
-        for name, entry in _ENTRIES.items():
-            source = getattr(options, name)
-            if not source or (entry in header and name not in overrides):
+        for name, entry, source in self._entries if options is self.options else self._entries_of(options):
+            if entry in header and name not in overrides:
                 continue
-            if name == "run_once" and source is True:
-                continue  # by task id
             if dumped is None:
                 dump = getattr(task, "_dump_pydantic_arguments", None)
                 dumped = dump(args, kwargs) if dump is not None else (args, kwargs)
@@ -83,6 +81,13 @@ class Plan:
             if name in overrides:
                 header["given"] = [*header.get("given", ()), entry]
         return options
+
+    @staticmethod
+    def _entries_of(options: TaskOptions) -> list[tuple[str, str, Any]]:
+        """Option, header's entry and source of each key that is made from the arguments."""
+        entries = [(name, entry, getattr(options, name)) for name, entry in _ENTRIES.items()]
+        # run_once=True goes by the task's id.
+        return [one for one in entries if one[2] and not (one[0] == "run_once" and one[2] is True)]
 
     def _key(
         self,

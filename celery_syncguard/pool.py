@@ -1,8 +1,9 @@
 """This library's own connections to PostgreSQL: few, opened when first needed, closed when idle, one set per process.
 
 Two kinds. `Pool` lends connections to whoever acquires and releases (psycopg_pool does the lending). `Session` is one
-connection for one thread's standing work, the renewer's or the listener's, so that renewals never queue behind tasks.
-Both are in autocommit, prepare nothing (any pooler works), and after a fork are abandoned without being closed, because
+connection for one thread's standing work: the listener's, and the renewer's while the pool has none to spare, so that
+renewals never queue behind tasks.
+Both are in autocommit, prepare statements only where no pooler is in between, and after a fork are abandoned without being closed, because
 the socket is the parent's too.
 
 No statement waits for ever: a server that hangs (frozen, or behind a network that drops packets) keeps its TCP connection
@@ -16,9 +17,10 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import secrets
 import threading
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psycopg
@@ -37,6 +39,9 @@ LOCK_TIMEOUT = 2.0
 #: Seconds for which a thread queues for a connection, as long as others get theirs.
 LONGEST_QUEUE = 60.0
 
+#: Seconds that it takes to open a connection to a server that answers.
+_MOMENT = 0.1
+
 #: Seconds after which an unused connection may be closed.
 MAX_IDLE = 30.0
 
@@ -48,6 +53,9 @@ _NETWORK = {
     "tcp_user_timeout": "15000",
     "application_name": "celery-syncguard",
 }
+
+#: SQLSTATE invalid_sql_statement_name.
+_NO_SUCH_STATEMENT = b"26000"
 
 #: Inherited connections end here, so that nobody's destructor closes a socket that the parent still uses.
 _abandoned: list[Any] = []
@@ -98,6 +106,11 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
 
     patience = 10.0
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._direct: bool | None = None  # not known yet
+        self._statements: dict[bytes, bytes | None] = {}
+
     def wait(self, gen: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
         if _ASKS_AGAIN:
             return super().wait(self._patient(gen), *args, **kwargs)
@@ -113,11 +126,46 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         Raises:
             psycopg.Error: as `execute`.
         """
-        self.pgconn.send_query_params(query, [_text(value) for value in parameters])
-        result = self.wait(generators.execute(self.pgconn))[-1]
+        texts = [_text(value) for value in parameters]
+        name = self._statement(query)
+        if name is not None:
+            self.pgconn.send_query_prepared(name, texts)
+            result = self._answer()
+            if result.error_field(pq.DiagnosticField.SQLSTATE) == _NO_SUCH_STATEMENT:
+                # Nothing was executed. Somebody is in between after all.
+                self._direct = False
+                name = None
+        if name is None:
+            self.pgconn.send_query_params(query, texts)
+            result = self._answer()
         if result.status != pq.ExecStatus.TUPLES_OK:
             raise psycopg.errors.error_from_result(result)
-        return json.loads(result.get_value(0, 0))
+        return json.loads(result.get_value(0, 0) or b"null")
+
+    def _statement(self, query: bytes) -> bytes | None:
+        """The name of the prepared statement for a query, from its second call on a direct connection."""
+        if query not in self._statements:
+            self._statements[query] = None
+            return None
+        if self._direct is None:
+            # A pooler that gives each transaction another server connection answers for none of them in particular: the
+            # process id that it told us is none of theirs.
+            self.pgconn.send_query_params(b"SELECT pg_backend_pid()", [])
+            self._direct = self._answer().get_value(0, 0) == str(self.pgconn.backend_pid).encode()
+        if not self._direct:
+            return None
+        name = self._statements[query]
+        if name is None:
+            # A name that nobody else can have used, in case there is a pooler that looks like a server.
+            name = b"syncguard_" + secrets.token_hex(8).encode()
+            self.pgconn.send_prepare(name, query)
+            if self._answer().status != pq.ExecStatus.COMMAND_OK:
+                return None  # what is wrong with it, the query itself will say
+            self._statements[query] = name
+        return name
+
+    def _answer(self) -> Any:
+        return self.wait(generators.execute(self.pgconn))[-1]
 
     def _patient(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         # The generator is asked again after each interval, with "nothing is ready yet".
@@ -162,6 +210,7 @@ class Pool:
         self._mutex = threading.Lock()
         self._pool: psycopg_pool.ConnectionPool[Connection] | None = None
         self._last_error: Exception | None = None
+        self._lent: set[Connection] = set()
         self._lent_at = -math.inf
         self._returned_at = -math.inf
         self._closed = False
@@ -174,11 +223,30 @@ class Pool:
             StoreUnavailable: none was to be had in time.
         """
         pool = self._pool or self._open()
-        conn = self._borrow(pool)
+        with self._lend(pool, self._borrow(pool)) as conn:
+            yield conn
+
+    @contextmanager
+    def spare(self) -> Iterator[Connection | None]:
+        """Borrow a connection that nobody needs just now. None if all are in use, or none is to be had in a moment."""
+        pool, conn = self._pool, None
+        if pool is not None and len(self._lent) < self._size:
+            with suppress(psycopg_pool.PoolTimeout, psycopg_pool.PoolClosed):
+                conn = pool.getconn(timeout=_MOMENT)
+        if pool is None or conn is None:
+            yield None
+            return
+        with self._lend(pool, conn):
+            yield conn
+
+    @contextmanager
+    def _lend(self, pool: psycopg_pool.ConnectionPool[Connection], conn: Connection) -> Iterator[Connection]:
         try:
+            self._lent.add(conn)
             self._lent_at = clock.now()
             yield conn
         finally:
+            self._lent.discard(conn)
             if not conn.closed:
                 self._returned_at = clock.now()
             pool.putconn(conn)
@@ -212,6 +280,7 @@ class Pool:
         with self._mutex:
             if self._pool is pool:
                 self._pool = None
+                self._lent = set()
         pool.close(timeout=0.0)
 
     def _open(self) -> psycopg_pool.ConnectionPool[Connection]:
@@ -257,6 +326,7 @@ class Pool:
         if self._pool is not None:
             _abandoned.append(self._pool)
         self._pool = None
+        self._lent = set()
         self._mutex = threading.Lock()
 
     def close(self) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime, timezone
 from typing import Any, TypeVar
 
@@ -80,7 +80,7 @@ class PostgresStore:
     Arguments:
         dsn: a libpq connection string or URL.
         schema: of our tables and functions; None: the first of the search path.
-        pool_size: connections per process, one of which is kept for renewing.
+        pool_size: connections per process, one of which is only for renewing while the others are busy.
         timeout: seconds for which an operation tries to reach the server.
 
     Raises:
@@ -165,7 +165,7 @@ class PostgresStore:
             [_ms(one.ttl) for one in renewals],
         )
         try:
-            with self._facts(), self._standing.use() as conn:
+            with self._facts(), self._renewing() as conn:
                 rows = conn.execute(self._query("renew", conn), parameters).fetchall()
         except _Busy:
             return {one.lock_id: None for one in renewals}
@@ -173,6 +173,16 @@ class PostgresStore:
         for lock_id, expires in rows:
             answer[lock_id] = True if expires is not None else answer.get(lock_id)
         return answer
+
+    @contextmanager
+    def _renewing(self) -> Iterator[Connection]:
+        # A process that runs one task at a time has nothing to do on its connection while the body runs.
+        with self._pool.spare() as conn:
+            if conn is not None:
+                yield conn
+                return
+        with self._standing.use() as conn:
+            yield conn
 
     def release(self, release: Release) -> bool:
         parameters = (

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from celery.exceptions import Ignore, Reject, Retry
 from celery.states import READY_STATES, STARTED, SUCCESS
-from celery.utils.threads import LocalStack
+from celery.utils.threads import get_ident
 
 from celery_syncguard import binding, clock, signals, skipped
 from celery_syncguard.errors import LeaseLost, LockHeld, SchemaBehind, StoreUnavailable, SyncGuardError, TooManyDeaths
@@ -49,8 +49,8 @@ _EAGER_PATIENCE = 60.0
 
 _ABSENT = (StoreUnavailable, SchemaBehind)
 
-#: The runs of this thread or greenlet, innermost last: an eager call may run inside another one.
-_running: Any = LocalStack()
+#: The runs of each thread or greenlet, innermost last: an eager call may run inside another one.
+_running: dict[Any, list[Run]] = {}
 
 
 class Answered(Ignore):  # type: ignore[misc]
@@ -61,6 +61,10 @@ class Answered(Ignore):  # type: ignore[misc]
         self.skipped = marker
 
 
+def _runs_here() -> Sequence[Run]:
+    return _running.get(get_ident(), ())
+
+
 def check_outer() -> None:
     """After an eager call inside a body: Celery's tracer took an interrupt that was meant for that body for a failure of
     the inner task.
@@ -68,15 +72,15 @@ def check_outer() -> None:
     Raises:
         LeaseLost: the lease of a body around this call is lost.
     """
-    for run in _running.stack:
-        if run.interrupt is not None and run.lease.lost_reason is not None:
+    for run in _runs_here():
+        if run.interrupt is not None and run.lease is not None and run.lease.lost_reason is not None:
             raise run.lease.loss()
 
 
 class Run:
     """One delivery of one task."""
 
-    __slots__ = ("args", "claim_passed_on", "header", "interrupt", "kwargs", "lease", "options", "request", "task")
+    __slots__ = ("_guard_found", "claim_passed_on", "header", "interrupt", "lease", "options", "request", "task")
 
     def __init__(self, task: Any, request: Any, header: dict[str, Any], options: TaskOptions) -> None:
         self.task = task
@@ -87,6 +91,7 @@ class Run:
         self.interrupt: Interrupt | None = None
         #: The claim that whatever replaces this task goes on under.
         self.claim_passed_on: str | None = None
+        self._guard_found: Any = None
 
     @classmethod
     def of(cls, task: Any, request: Any, args: Any, kwargs: Any) -> Run:
@@ -197,18 +202,22 @@ class Run:
 
     @property
     def _guard(self) -> Any:
-        return binding.guard_for(self.task.app)
+        if self._guard_found is None:
+            self._guard_found = binding.guard_for(self.task.app)
+        return self._guard_found
 
     # The body
 
     def _run_body(self, body: Callable[[], Any], lease: Lease | None) -> Any:
         self.lease = lease
         self.request.__dict__[RUN] = self
-        _running.push(self)
-        self._keep_claim()
+        here = get_ident()
+        runs = _running.setdefault(here, [])
         failure: BaseException | None = None
         try:
             try:
+                runs.append(self)
+                self._keep_claim()
                 if lease is not None:
                     self._start(lease)
                 self._report_start()
@@ -224,7 +233,10 @@ class Run:
                 raise failure from None
             raise
         finally:
-            _running.pop()
+            if self in runs:
+                runs.remove(self)
+            if not runs:
+                _running.pop(here, None)
             self.request.__dict__.pop(RUN, None)
             self._end(lease, failure)
             failure = None
@@ -261,8 +273,8 @@ class Run:
             return self.lease.loss()
         if exc.lock_id:
             return None
-        interrupted = (run for run in reversed(_running.stack) if run.interrupt is not None and run.interrupt.fired)
-        return next((run.lease.loss() for run in interrupted), self.lease.loss())
+        interrupted = (run for run in reversed(_runs_here()) if run.interrupt is not None and run.interrupt.fired)
+        return next((run.lease.loss() for run in interrupted if run.lease is not None), self.lease.loss())
 
     def _end(self, lease: Lease | None, failure: BaseException | None) -> None:
         """Release, with everything that the end of this attempt means, in one round trip."""
@@ -395,7 +407,7 @@ class Run:
 
     def _refuse_nesting(self, key: str) -> None:
         """An eager call that waits for a lock which its own caller holds would wait for ever."""
-        for outer in _running.stack:
+        for outer in _runs_here():
             if outer.lease is not None and outer.lease.key == key:
                 self._end_claim(self.header.get("claim"))
                 raise LockHeld(

@@ -63,8 +63,8 @@ def install_stamps(app: Any, clock: HybridLogicalClock | None = None) -> HybridL
 def follow_setting(app: Any) -> None:
     """As `install_stamps`, from the moment that the application's configuration says `syncguard_hlc = True`.
 
-    Reads the setting when a message is published or run, never earlier: asking an application for its configuration
-    makes it load it, and it may still be in the making.
+    Reads the setting when the first message is published or run, never earlier: asking an application for its
+    configuration makes it load it, and it may still be in the making.
     """
     _stamps_of(app)
 
@@ -74,16 +74,18 @@ class _Stamps:
 
     def __init__(self, app: Any) -> None:
         self._app = weakref.ref(app)
-        self.wanted = False
+        self.wanted: bool | None = None  # not known before the application is configured
         self.clock = HybridLogicalClock(
             f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}", max_drift=MAX_DRIFT
         )
 
     def _is_wanted(self) -> bool:
-        app = self._app()
-        if not self.wanted and app is not None and app.configured:
-            self.wanted = bool(app.conf.get("syncguard_hlc"))
-        return self.wanted
+        if self.wanted is None:
+            app = self._app()
+            if app is not None and app.configured:
+                # Once: looking a setting up costs as much as all the rest of a stamp, and every message asks.
+                self.wanted = bool(app.conf.get("syncguard_hlc"))
+        return bool(self.wanted)
 
     def stamp(self, headers: MutableMapping[str, Any]) -> None:
         if not self._is_wanted():

@@ -124,7 +124,7 @@ def main():
                 **seen,
                 "locks left": len(store.locks()),
                 "armed left": len(interrupt._in_main_thread),
-                "running left": len(run._running.stack),
+                "running left": len(run._running),
                 "requests left": len(short.request_stack.stack),
             }
         )

@@ -63,7 +63,8 @@ def test_from_publish_to_end_a_lock_costs_two_round_trips_and_dedup_one_more(
     with loop(app) as worker:
         task = app.task(base=LockedTask, shared=False, name="work", **options)(body)
         call = worker.call(task)
-        call()  # connects
+        for _ in range(3):
+            call()  # connects, and prepares its statements
         confirmer = binding.binding_for(app).confirmer
         confirmer.flush()
         confirmer._store = MemoryStore()  # whatever it sends is none of this
@@ -90,7 +91,8 @@ def test_a_held_attempt_costs_one_round_trip(meter: Meter, pg_dsn: str) -> None:
     with loop(app) as worker, SyncGuard(pg_dsn) as other:
         task = app.task(base=LockedTask, shared=False, name="work", lock_key="taken", lock_on_held="skip")(body)
         call = worker.call(task)
-        call()
+        for _ in range(3):
+            call()
         assert meter.cost(call) == 2, "the control: it can run"
         with other.hold("taken"):
             assert [meter.cost(call) for _ in range(5)] == [1] * 5

@@ -332,11 +332,29 @@ def test_a_process_ends_although_it_holds_leases(pg_dsn: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_renewing_takes_the_tasks_connection_while_that_is_idle_and_another_while_it_is_busy(pg_dsn: str) -> None:
+    """So a process that runs one task at a time has one connection, and renewals never queue behind a busy one."""
+    with SyncGuard(pg_dsn, timeout=0.2) as guard:
+        store: Any = guard.store
+        lease = acquire(guard)
+        assert lease.renew() is True
+        assert store._standing._conn is None
+        with store.connection():
+            assert lease.renew() is True
+            assert store._standing._conn is not None
+            with pytest.raises(errors.StoreUnavailable, match="in use"):
+                guard.inspect("k")  # the control: this one queues
+        assert store._standing.close_if_idle(0.0) is None
+        assert lease.renew() is True
+        assert store._standing._conn is None
+
+
 @pytest.mark.parametrize("connections", [0, 1])
 def test_idle_connections_go_away(connections: int, guard: SyncGuard, monkeypatch: pytest.MonkeyPatch) -> None:
     """The standing connection is closed when there has been nothing to renew for a while."""
     lease = acquire(guard, ttl=30)
-    lease.renew()
+    with guard.store.connection():  # type: ignore[attr-defined] - the other one is busy
+        lease.renew()
     assert guard.store._standing._conn is not None  # type: ignore[attr-defined]
     if connections == 0:
         assert guard.store._standing.close_if_idle(0.0) is None  # type: ignore[attr-defined]
