@@ -83,6 +83,7 @@ class Chaos:
                 self._misdeed(chance, nodes)
                 self._look(nodes)
             self._calm_down(nodes)
+            inbox.drain()
             spent = time.monotonic() - started
         return self._judge(spent)
 
@@ -111,13 +112,13 @@ class Chaos:
             node.start(wait=False)
         elif deed == "freeze":
             node.freeze()
-            time.sleep(chance.uniform(0.5, 2 * TTL))
+            time.sleep(chance.uniform(0.5, 2 * TTL))  # how long it is frozen is the misdeed
             node.thaw()
         elif deed == "terminate backends":
             self.pg.terminate_backends(self.dsn.rpartition("/")[2])
         else:
             self.pg.restart(mode="fast" if deed.startswith("restart") else "immediate")
-        time.sleep(chance.uniform(0.5, 4.0))
+        time.sleep(chance.uniform(0.5, 4.0))  # so that the next one comes at any moment, also in mid recovery
 
     def _leader(self, nodes: list[CeleryNode]) -> CeleryNode | None:
         if self.plain:
@@ -145,10 +146,6 @@ class Chaos:
             node.signal(SIGTERM)
         for node in nodes:
             node.wait_exit(timeout=30)
-        count = -1
-        while count != len(self.messages):  # what was sent last is still on its way
-            count = len(self.messages)
-            time.sleep(0.5)
 
     # What became of it
 

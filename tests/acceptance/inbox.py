@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -35,6 +36,7 @@ class Inbox:
     def __init__(self, setup: CeleryTestSetup) -> None:
         self.setup = setup
         self.messages: list[Message] = []
+        self._marks: set[str] = set()
         self._reading = threading.Event()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -80,6 +82,12 @@ class Inbox:
 
         poll(settled)
 
+    def drain(self) -> None:
+        """Wait until what was sent before now is here: a message of our own comes last."""
+        mark = str(uuid.uuid4())
+        self.setup.app.send_task("mark", task_id=mark)
+        poll(lambda: mark in self._marks)
+
     def _read(self) -> None:
         app = self.setup.app
         while not self._done.is_set():
@@ -99,6 +107,10 @@ class Inbox:
 
     def _note(self, body: Any, message: Any) -> None:
         headers = message.headers
+        message.ack()
+        if headers["task"] == "mark":
+            self._marks.add(headers["id"])
+            return
         due_at = headers.get("syncguard_due_at")
         self.messages.append(
             Message(
@@ -109,4 +121,3 @@ class Inbox:
                 term=headers.get("syncguard_term"),
             )
         )
-        message.ack()

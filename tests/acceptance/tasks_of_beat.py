@@ -3,11 +3,15 @@
 import json
 import os
 import signal
+import socket
 from datetime import timedelta
+from types import SimpleNamespace
 
 from celery import beat
 from celery.schedules import crontab
 
+import celery_syncguard.beat
+import celery_syncguard.process
 from celery_syncguard import LockedTask, clock
 from celery_syncguard.lease import Lease
 from tests.fixtures import gate
@@ -34,6 +38,11 @@ def once(self, name):
 @app.task(bind=True, base=LockedTask, lock_key=None, dedup_key="{name}", dedup_on_duplicate="raise")
 def alone(self, name):
     """While one copy is queued, the next one is a duplicate."""
+
+
+@app.task(bind=True, base=LockedTask, lock_key="{name}", lock_on_held="skip")
+def locked(self, name):
+    """Skipped while somebody else holds the lock of its name."""
 
 
 def trap(name):
@@ -89,6 +98,12 @@ if shift := float(os.environ.get("SYNCGUARD_TEST_CLOCK_SHIFT", "0")):
     right_now, right_wall = app.now, clock.wall_ms
     app.now = lambda: right_now() + timedelta(seconds=shift)
     clock.wall_ms = lambda: right_wall() + int(shift * 1000)
+
+if os.environ.get("SYNCGUARD_TEST_SAME_IDENTITY"):
+    # What a process sees of itself in a container: not every machine lets a test make one. Only where we ask who we are,
+    # since signals go to pids.
+    celery_syncguard.process.os = celery_syncguard.beat.os = SimpleNamespace(getpid=lambda: 1)
+    socket.gethostname = lambda: "web"
 
 if os.environ.get("SYNCGUARD_TEST_WITHOUT_CHECK"):
     # For the negative control: nobody looks at the deadline before sending.

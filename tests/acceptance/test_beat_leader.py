@@ -1,18 +1,30 @@
-"""Many beats, one leader: real `celery beat` processes on real brokers, stopped, killed, frozen and cut off."""
+"""Many beats, one leader: real `celery beat` processes on real brokers, stopped, killed, frozen and cut off.
+
+Cases that have no broker in them are elsewhere: which instants are due in the nights on which clocks change (case 65,
+`unit/test_timetable`), and that memory stays flat over many ticks (case 67, `unit/test_beat`, on Celery's memory transport:
+what could grow is the schedule, which is the same on every broker).
+"""
 
 import json
 import re
+import subprocess
+import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from signal import SIGTERM
+from urllib.parse import urlsplit
 
 import kombu
 import psycopg
 import pytest
 
+from celery_syncguard import SyncGuard
 from tests.acceptance.inbox import Inbox
 from tests.acceptance.tasks_of_beat import SCHEDULE_VARIABLE
 from tests.fixtures import gate
+from tests.fixtures.cluster import CONF_VARIABLE
 from tests.fixtures.polling import poll
 from tests.fixtures.proxy import Proxy
 
@@ -22,7 +34,6 @@ TTL = 3.0
 SLACK = 4.0
 
 on_both = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
-on_redis = pytest.mark.parametrize("broker", ["redis"], indirect=True)
 
 
 @pytest.fixture
@@ -49,9 +60,41 @@ def start_two(setup, **options):
     """The leader, and a beat that stands by."""
     first = start(setup)
     first.wait_for_log("elected: this process")
+    return first, stand_by(setup, **options)
+
+
+def stand_by(setup, **options):
+    """A beat that stands by."""
     second = start(setup, **options)
     second.wait_for_log("standby for 'beat'")
-    return first, second
+    return second
+
+
+def run(setup, *arguments):
+    """`celery syncguard` with these arguments, ended."""
+    return subprocess.run(
+        [sys.executable, "-m", "celery", "-A", MODULE, "syncguard", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=setup.folder,
+        env=setup.beat.environment,
+        timeout=60,
+    )
+
+
+def command(setup, *arguments, code=0):
+    """What it says, stdout and stderr; its exit status is as expected."""
+    done = run(setup, *arguments)
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
+
+
+def healthy(setup):
+    """The complaint of the health check, empty if there is none."""
+    done = run(setup, "leader", "--healthy")
+    assert done.returncode in (0, 1), done.stderr
+    assert (done.returncode == 0) == (done.stderr == ""), done.stderr
+    return done.stderr
 
 
 def pid_of_leader(dsn):
@@ -61,6 +104,17 @@ def pid_of_leader(dsn):
             "and expires_at_ms > extract(epoch from clock_timestamp()) * 1000"
         ).fetchone()
     return int(re.search(r"pid (\d+)", row[0])[1]) if row else None
+
+
+def ask(dsn, query):
+    """The one value that the database answers."""
+    with psycopg.connect(dsn) as conn:
+        return conn.execute(query).fetchone()[0]
+
+
+def seconds_left(dsn):
+    """Of the leader's lease by the database's clock; negative when it is over."""
+    return ask(dsn, "select expires_at_ms / 1000.0 - extract(epoch from clock_timestamp()) from syncguard_locks")
 
 
 def slots(dsn):
@@ -84,6 +138,15 @@ def test_two_beats_send_each_slot_once_and_the_task_can_see_which(beats, broker,
     assert len({row.fence for row in runs}) == 1
     sent = {(row[1].isoformat(), row[2], row[4]) for row in slots(setup.dsn)}
     assert {(row.note, row.fence, row.task_id) for row in runs} <= sent
+    assert list(setup.folder.glob("*schedule*")) == [], "a local file"
+
+
+@on_both
+def test_the_dotted_name_of_the_scheduler_is_the_same_scheduler(beats, broker):
+    setup = beats()
+    start(setup).wait_for_log("elected: this process")
+    other = setup.start_beat("-S", "celery_syncguard.beat:LeaderScheduler")
+    other.wait_for_log("standby for 'beat'")
 
 
 @on_both
@@ -136,27 +199,30 @@ def test_behind_a_pooler_that_swallows_notifications_a_stop_hands_over_within_a_
 
 
 def test_a_killed_leader_is_replaced_when_its_lease_ends(beats, broker, pg_dsn):
-    """case 50: seconds, not 25 minutes; and the standby said whom it waits for."""
+    """case 50: seconds, not 25 minutes, also to the next send; and the standby said whom it waits for."""
     setup = beats()
-    first, second = start_two(setup)
-    assert f"pid {first.pid} leads" in second.logs()
-    first.kill()
-    began = time.monotonic()
-    poll(lambda: pid_of_leader(pg_dsn) == second.pid, timeout=TTL + SLACK)
-    assert time.monotonic() - began < TTL + 1 + SLACK
+    with Inbox(setup) as inbox:
+        first, second = start_two(setup)
+        assert f"pid {first.pid} leads" in second.logs()
+        (message,) = inbox.wait_for(1)
+        first.kill()
+        began = time.monotonic()
+        poll(lambda: pid_of_leader(pg_dsn) == second.pid, timeout=TTL + SLACK)
+        inbox.wait_until(lambda one: one.term > message.term)
+        assert time.monotonic() - began < TTL + 1 + SLACK
 
 
 @on_both
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_a_slot_due_while_the_leader_dies_is_sent_once(beats, broker, pg_dsn, side):
-    """case 52: killed 0.1 s before and after a slot."""
+    """case 52: killed 0.1 s before a slot, and as soon as one is sent."""
     setup = beats({"slow": 2.0}, conf={"syncguard_catch_up": "all"})
     with Inbox(setup) as inbox:
         first, _ = start_two(setup)
         (message,) = inbox.wait_for(1)
-        time.sleep(2.0 + (-0.1 if side == "before" else 0.1) - (time.monotonic() - message.at))
-        if side == "after":
-            inbox.wait_settled()
+        inbox.wait_settled()
+        if side == "before":
+            freeze_before_a_slot(setup, first, message.due_at, every=timedelta(seconds=2))
         first.kill()
         inbox.wait_for(3)
     instants = sorted(message.due_at for message in inbox.messages)
@@ -164,6 +230,18 @@ def test_a_slot_due_while_the_leader_dies_is_sent_once(beats, broker, pg_dsn, si
     assert {round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)} == {
         2
     }
+
+
+def freeze_before_a_slot(setup, node, due_at, *, every):
+    """Freeze the leader 0.1 s before a slot by the database's clock; if this machine was too late, before a later one."""
+    for _ in range(10):
+        due_at += every
+        poll(lambda due_at=due_at: ask(setup.dsn, "select clock_timestamp()") > due_at - timedelta(seconds=0.1))
+        node.freeze()
+        if due_at not in {row[1] for row in slots(setup.dsn)}:
+            return
+        node.thaw()
+    raise AssertionError("always too late")
 
 
 # A leader that cannot know that it is one no more
@@ -206,13 +284,13 @@ def test_without_the_last_look_a_frozen_leader_sends_a_second_time(beats, broker
 
 @on_both
 def test_a_suspended_machine_owns_again_before_it_sends(beats, broker, pg_dsn):
-    """case 45: three times the ttl, alone."""
+    """case 45: until its lease has been over for twice the ttl, alone."""
     setup = beats()
     with Inbox(setup) as inbox:
         only = start(setup)
         (message,) = inbox.wait_for(1)
         only.freeze()
-        time.sleep(3 * TTL)
+        poll(lambda: seconds_left(pg_dsn) < -2 * TTL, timeout=60)
         only.thaw()
         poll(lambda: inbox.messages[-1].term > message.term, timeout=20)
         only.wait_for_log("standby: this process no longer leads")
@@ -246,6 +324,7 @@ def test_a_leader_that_hardly_gets_to_run_sends_nothing_twice(beats, broker, pg_
         nodes = start_two(setup)
         until = time.monotonic() + 2 * TTL
         while time.monotonic() < until:
+            # These two are the limit on its time that this is about.
             nodes[0].freeze()
             time.sleep(0.27)
             nodes[0].thaw()
@@ -317,7 +396,9 @@ def test_without_a_database_nothing_is_sent_until_it_is_there(beats, broker, pg_
         nodes = [start(setup) for _ in range(2)]
         for node in nodes:
             node.wait_for_log("cannot ask who leads")
-        time.sleep(1.5)  # longer than an interval: what must not come has had its time
+        refused = pg_proxy.refused
+        poll(lambda: pg_proxy.refused >= refused + 10, timeout=30)  # both have tried again for some intervals
+        inbox.drain()
         assert inbox.messages == []
         pg_proxy.accept()
         inbox.wait_for(2)
@@ -329,14 +410,16 @@ def test_without_a_database_nothing_is_sent_until_it_is_there(beats, broker, pg_
 @on_both
 def test_a_leader_that_loses_the_database_steps_down_at_its_deadline_and_comes_back(beats, broker, pg_dsn, pg_proxy):
     """case 48, case 62"""
-    setup = beats(dsn=pg_proxy.dsn(pg_dsn), conf={"syncguard_catch_up": "all"})
+    setup = beats(dsn=pg_proxy.dsn(pg_dsn), conf={"syncguard_catch_up": "all", "syncguard_timeout": 1.0})
     with Inbox(setup) as inbox:
         only = start(setup)
         (message,) = inbox.wait_for(1)
         pg_proxy.stall()
         only.wait_for_log("no longer leads 'beat'", timeout=TTL + SLACK)
+        inbox.drain()
         count = len(inbox.messages)
-        time.sleep(2)
+        only.wait_for_log("cannot ask who leads", timeout=60)
+        inbox.drain()
         assert len(inbox.messages) == count
         pg_proxy.resume()
         pg_proxy.cut()
@@ -352,16 +435,38 @@ def test_a_leader_that_loses_the_database_steps_down_at_its_deadline_and_comes_b
 
 
 @on_both
+def test_a_leader_that_was_cut_off_finds_another_term_and_stands_by(beats, broker, pg_dsn, pg_proxy):
+    """case 48: its renewal and its claim arrive late, when the other one leads, and do nothing."""
+    setup = beats(conf={"syncguard_catch_up": "all"})
+    conf = {**json.loads(setup.environment[CONF_VARIABLE]), "syncguard_dsn": pg_proxy.dsn(pg_dsn)}
+    with Inbox(setup) as inbox:
+        first = start(setup, environment={CONF_VARIABLE: json.dumps(conf)})
+        first.wait_for_log("elected: this process")
+        second = stand_by(setup)
+        (message,) = inbox.wait_for(1)
+        pg_proxy.stall()
+        second.wait_for_log("elected: this process", timeout=TTL + SLACK)
+        inbox.wait_until(lambda one: one.term > message.term)
+        pg_proxy.resume()
+        first.wait_for_log(rf"standby for 'beat': .* pid {second.pid} leads")
+        inbox.wait_for(2)
+        assert pid_of_leader(pg_dsn) == second.pid
+    terms = [one.term for one in inbox.messages]
+    assert terms == sorted(terms)
+    assert inbox.copies() == []
+    assert "Traceback" not in setup.logs()
+
+
+@on_both
 def test_terminated_backends_cost_no_slot(beats, broker, pg_dsn, pg_server):
-    """case 62: every second for a while; `scripts/beat-chaos` does it for as long as wanted."""
+    """case 62: again and again, each time as soon as something was sent; `scripts/beat-chaos` does it for minutes."""
     setup = beats(conf={"syncguard_catch_up": "all"})
     with Inbox(setup) as inbox:
         nodes = [start(setup) for _ in range(2)]
         inbox.wait_for(1)
-        for _ in range(6):
+        for _ in range(8):
             pg_server.terminate_backends(pg_dsn.rpartition("/")[2])
-            time.sleep(1)
-        inbox.wait_for(2)
+            inbox.wait_for(1)
         assert all(node.alive for node in nodes)
     instants = sorted(one.due_at for one in inbox.messages)
     assert inbox.copies() == []
@@ -384,11 +489,13 @@ def test_a_database_without_our_tables_is_said_with_the_command_that_helps(beats
 
 @pytest.mark.slow
 @pytest.mark.parametrize("private_broker", ["redis", "rabbitmq"], indirect=True)
-def test_after_a_broker_outage_sends_resume_and_missed_slots_follow_the_rule(
+@pytest.mark.timeout(300)
+def test_after_a_broker_outage_of_a_minute_sends_resume_and_missed_slots_follow_the_rule(
     celery_setup, private_broker, redis_db, pg_dsn
 ):
-    """case 63: the health check says what is wrong meanwhile."""
-    schedule = {"fast": {"every": 1.0, "syncguard_catch_up": "all"}, "lazy": 1.0}
+    """case 63: the health check says what is wrong meanwhile, and somebody leads all the time."""
+    # Less than the 64 slots that are made up for.
+    schedule = {"fast": {"every": 2.0, "syncguard_catch_up": "all"}, "lazy": 2.0}
     setup = celery_setup(
         MODULE,
         broker=private_broker,
@@ -399,63 +506,57 @@ def test_after_a_broker_outage_sends_resume_and_missed_slots_follow_the_rule(
         nodes = start_two(setup)
         inbox.wait_for(2)
         private_broker.server.stop()
-        poll(lambda: "cannot send" in healthy(setup), timeout=40, interval=0.5)
+        failing = (
+            "select coalesce(max(extract(epoch from clock_timestamp() - failing_since)), 0) from syncguard_beat_terms"
+        )
+        poll(lambda: ask(pg_dsn, failing) > 60, timeout=120, interval=0.5)
+        poll(lambda: "cannot send" in healthy(setup), interval=0.5)
         private_broker.server.start()
         poll(lambda: healthy(setup) == "", timeout=40, interval=0.5)
-        inbox.wait_for(4)
+        inbox.wait_for(2, entry="lazy")
+        inbox.wait_for(2, entry="fast")
         assert all(node.alive for node in nodes)
     instants = sorted({one.due_at for one in inbox.of("fast")})
     gaps = {round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)}
-    assert gaps == {1}, "all of them were sent in the end"
+    assert gaps == {2}, "all of them were sent in the end"
     instants = sorted({one.due_at for one in inbox.of("lazy")})
     gaps = [round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)]
-    assert max(gaps) > 3, "one of them was sent, the others were missed"
-    assert {one.task_id for one in inbox.messages if inbox.messages.count(one) > 1} == set()
+    assert max(gaps) > 30, "one of them was sent, the others were missed"
+    assert len({(one.slot, one.task_id) for one in inbox.messages}) == len({one.slot for one in inbox.messages})
 
 
-def healthy(setup):
-    """The complaint of the health check, empty if there is none."""
-    import subprocess
-    import sys
-
-    done = subprocess.run(
-        [sys.executable, "-m", "celery", "-A", MODULE, "syncguard", "leader", "--healthy"],
-        capture_output=True,
-        text=True,
-        cwd=setup.folder,
-        env=setup.beat.environment,
-        timeout=60,
-    )
-    assert done.returncode in (0, 1), done.stderr
-    assert (done.returncode == 0) == (done.stderr == ""), done.stderr
-    return done.stderr
+@pytest.fixture
+def broker_proxy(broker):
+    """A TCP proxy in front of the broker; requested before `beats`, since a setup cleans up through it."""
+    with Proxy(urlsplit(broker.url).port) as proxy:
+        yield proxy
 
 
-@on_redis
-def test_a_broker_slower_than_the_lease_costs_neither_leadership_nor_slots(beats, broker, pg_dsn, redis_url):
-    """case 44: renewal does not depend on ticks."""
-    from dataclasses import replace
-    from urllib.parse import urlsplit
-
-    port = urlsplit(broker.url).port
-    with Proxy(port) as proxy:
-        slow = replace(broker, url=broker.url.replace(f":{port}", f":{proxy.port}"))
-        setup = beats(broker=slow, conf={"syncguard_catch_up": "all"})
-        setup.app.conf.broker_url = broker.url  # the reader's own way is not slow
-        with Inbox(setup) as inbox:
-            first, _second = start_two(setup)
-            (message,) = inbox.wait_for(1)
-            proxy.stall()
-            time.sleep(1.7 * TTL)
-            proxy.resume()
-            inbox.wait_for(3)
-        assert {one.term for one in inbox.messages} == {message.term}
-        instants = sorted({one.due_at for one in inbox.messages})
-        assert {
-            round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)
-        } == {1}
-        assert inbox.copies() == []
-        assert "no longer leads" not in first.logs()
+@on_both
+def test_a_broker_slower_than_the_lease_costs_neither_leadership_nor_slots(broker_proxy, beats, broker, pg_dsn):
+    """case 44: renewal does not depend on ticks. One send takes longer than the whole lease."""
+    ttl = 5.0
+    slow = replace(broker, url=broker.url.replace(f":{broker_proxy.upstream[1]}", f":{broker_proxy.port}"))
+    setup = beats(broker=slow, conf={"syncguard_catch_up": "all", "syncguard_leader_ttl": ttl})
+    setup.app.conf.broker_url = broker.url  # the reader's own way is not slow
+    with Inbox(setup) as inbox:
+        first, _second = start_two(setup)
+        (message,) = inbox.wait_for(1)
+        broker_proxy.stall()
+        ends = "select expires_at_ms from syncguard_locks"
+        end = ask(pg_dsn, ends)
+        poll(lambda: ask(pg_dsn, ends) > end + ttl * 1000, timeout=60)
+        stalled_for = ask(pg_dsn, "select clock_timestamp()") - inbox.messages[-1].due_at
+        broker_proxy.resume()
+        inbox.wait_for(int(stalled_for.total_seconds()) + 2)
+    assert stalled_for > timedelta(seconds=3), "it did send meanwhile"
+    assert {one.term for one in inbox.messages} == {message.term}
+    instants = sorted({one.due_at for one in inbox.messages})
+    gaps = {round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)}
+    assert gaps == {1}
+    # A broker that is silent for ten seconds counts as down, and the message is sent again: the same task.
+    assert len({one.task_id for one in inbox.messages}) == len(instants)
+    assert "no longer leads" not in first.logs()
 
 
 @pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
@@ -542,12 +643,13 @@ def test_slots_missed_while_nobody_led_follow_the_rule_of_their_entry(beats, bro
 
 
 @on_both
-def test_a_duplicate_periodic_task_is_an_info_and_not_an_error(beats, broker, pg_dsn):
-    setup = beats({"alone": {"every": 1.0, "task": "alone"}})
-    node = start(setup)
-    node.wait_for_log(r"INFO.*'alone' is a duplicate")
-    assert "ERROR" not in node.logs()
-    assert "Traceback" not in node.logs()
+def test_a_duplicate_or_held_periodic_task_is_an_info_and_not_an_error(beats, broker, pg_dsn):
+    setup = beats({"alone": {"every": 1.0, "task": "alone"}, "locked": {"every": 1.0, "task": "locked"}})
+    with SyncGuard(pg_dsn) as guard, guard.hold("locked", ttl=60):
+        start(setup).wait_for_log(r"INFO.*'alone' is a duplicate")
+        setup.start_worker(concurrency=1, pool="solo").wait_for_log(r"INFO.*skipped: 'locked' is held")
+    assert "ERROR" not in setup.logs()
+    assert "Traceback" not in setup.logs()
 
 
 # Files, and beat inside a worker
@@ -555,13 +657,16 @@ def test_a_duplicate_periodic_task_is_an_info_and_not_an_error(beats, broker, pg
 
 @on_both
 def test_no_local_file_is_needed_for_a_start(beats, broker, pg_dsn, tmp_path):
-    """case 66: corrupt schedule files, and a folder that nobody can write to (for root: one that does not exist)."""
+    """case 66: corrupt schedule files, a folder that does not exist, and a file system that takes no files.
+
+    Of the latter kind every machine has one, which refuses root too: /sys, or where there is none, a folder that is missing.
+    """
     setup = beats(conf={"syncguard_beat_scheduler": "celery.beat:PersistentScheduler"})
     corrupt = tmp_path / "corrupt"
     for suffix in ("", ".db", ".dat", ".dir"):
         corrupt.with_name(f"corrupt{suffix}").write_bytes(b"\0garbage" * 100)
     with Inbox(setup) as inbox:
-        for place in (corrupt, tmp_path / "no such folder" / "schedule"):
+        for place in (corrupt, tmp_path / "no such folder" / "schedule", Path("/sys/schedule")):
             node = start(setup, "-s", str(place))
             node.wait_for_log("elected: this process")
             inbox.wait_for(1)
@@ -586,6 +691,26 @@ def test_a_killed_beat_starts_again_with_its_stale_pidfile(beats, broker, pg_dsn
 
 
 @on_both
+def test_two_beats_with_the_same_host_name_and_pid_are_not_taken_for_one(beats, broker, pg_dsn):
+    """case 66: pid 1 in two containers, of which one is killed and comes back as pid 1 while its old lease lives."""
+    setup = beats(conf={"syncguard_catch_up": "all"}, environment={"SYNCGUARD_TEST_SAME_IDENTITY": "1"})
+    with Inbox(setup) as inbox:
+        first, second = start_two(setup)
+        assert "celery beat on web pid 1 leads" in second.logs()
+        (message,) = inbox.wait_for(1)
+        inbox.wait_settled()
+        first.kill()
+        first.start()
+        first.wait_for_log("standby for 'beat'|elected: this process")
+        inbox.wait_until(lambda one: one.term > message.term)
+        inbox.wait_for(2)
+    instants = [one.due_at for one in inbox.messages]
+    assert instants == sorted(set(instants))
+    assert {(after - before).total_seconds() for before, after in zip(instants, instants[1:], strict=False)} == {1.0}
+    assert len({one.term for one in inbox.messages}) == 2
+
+
+@on_both
 def test_beat_inside_a_worker_leads_and_hands_over_when_the_worker_stops(beats, broker, pg_dsn, history):
     setup = beats(conf={"syncguard_leader_ttl": 60})
     worker = setup.start_worker("-B", "--scheduler", "syncguard")
@@ -602,39 +727,37 @@ def test_beat_inside_a_worker_leads_and_hands_over_when_the_worker_stops(beats, 
 # Seeing it
 
 
-@on_redis
+@on_both
 def test_the_commands_show_the_leader_its_slots_and_end_its_term(beats, broker, pg_dsn):
-    import subprocess
-    import sys
-
-    setup = beats({"fast": 0.5})
-
-    def syncguard(*arguments, code=0):
-        done = subprocess.run(
-            [sys.executable, "-m", "celery", "-A", MODULE, "syncguard", *arguments],
-            capture_output=True,
-            text=True,
-            cwd=setup.folder,
-            env=setup.beat.environment,
-            timeout=60,
-        )
-        assert done.returncode == code, done.stderr
-        return done.stdout + done.stderr
-
+    setup = beats({"fast": 0.5}, conf={"syncguard_leader_ttl": 60})
     first, second = start_two(setup)
-    poll(lambda: len(slots(pg_dsn)) > 2)
-    shown = syncguard("leader")
+    poll(lambda: sum(row[3] for row in slots(pg_dsn)) > 2)
+    shown = command(setup, "leader")
     assert f"pid {first.pid}" in shown
     assert "term" in shown
-    facts = json.loads(syncguard("leader", "--json", "--healthy"))
+    facts = json.loads(command(setup, "leader", "--json", "--healthy"))
     assert facts["leading"]
     assert facts["problem"] is None
-    rows = json.loads(syncguard("slots", "--json", "--limit", "2"))
+    rows = json.loads(command(setup, "slots", "--json", "--limit", "2"))
     assert [row["entry"] for row in rows] == ["fast", "fast"]
-    assert "TERM" in syncguard("slots")
-    assert f"pid {first.pid}" in syncguard("step-down")
-    poll(lambda: pid_of_leader(pg_dsn) == second.pid, timeout=5)
+    assert "TERM" in command(setup, "slots")
+    assert f"pid {first.pid}" in command(setup, "step-down")
+    poll(lambda: pid_of_leader(pg_dsn) == second.pid)
     first.wait_for_log("no longer leads 'beat'")
     second.stop()
     first.stop()
-    assert "nobody leads" in syncguard("leader", "--healthy", code=1)
+    assert "nobody leads" in command(setup, "leader", "--healthy", code=1)
+
+
+@on_both
+def test_a_leader_that_claims_to_lead_but_could_not_renew_is_not_healthy(beats, broker, pg_dsn):
+    setup = beats(conf={"syncguard_leader_ttl": 60})
+    only = start(setup)
+    only.wait_for_log("elected: this process")
+    poll(lambda: healthy(setup) == "", timeout=30)
+    only.freeze()
+    with psycopg.connect(pg_dsn, autocommit=True) as conn:
+        # As if half a minute had passed, which a renewal would not have let come.
+        conn.execute("update syncguard_locks set expires_at_ms = expires_at_ms - 35000")
+    assert "could not renew" in healthy(setup)
+    only.thaw()

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-import time
+from datetime import timedelta
 
 import psycopg
 import pytest
@@ -134,7 +134,8 @@ def test_edits_by_sql_are_seen_within_the_interval(django_setup, broker, pg_dsn)
         )
         inbox.wait_for(2, entry="hourly", timeout=15)
         conn.execute("update django_celery_beat_periodictask set enabled = false where name = 'added'")
-        poll(lambda: time.monotonic() - inbox.of("added")[-1].at > 3, timeout=20)
+        # The other entry shows that time goes by.
+        poll(lambda: inbox.of("hourly")[-1].due_at - inbox.of("added")[-1].due_at >= timedelta(seconds=4), timeout=30)
         assert inbox.copies() == []
         assert seconds_between(inbox.of("hourly")) == {1.0}
 
@@ -146,14 +147,12 @@ def test_edits_in_the_very_tick_that_sends_never_send_a_slot_twice(django_setup,
         insert(conn, "busy", every=1)
         django_setup.start_beat("-S", "syncguard")
         inbox.wait_for(1)
-        until = time.monotonic() + 8
         edits = 0
-        while time.monotonic() < until:
+        while edits < 1000 or len(inbox.messages) < 9:
             edits += 1
             conn.execute("update django_celery_beat_periodictask set description = %s", (str(edits),))
             conn.execute("update django_celery_beat_periodictasks set last_update = now()")
         inbox.wait_for(2)
-        assert edits > 500
         assert inbox.copies() == []
         assert seconds_between(inbox.messages) == {1.0}
 

@@ -10,7 +10,7 @@ import pytest
 from celery import Celery, beat
 from celery.schedules import crontab
 
-from celery_syncguard import binding, clock
+from celery_syncguard import binding, clock, signals
 from celery_syncguard.beat import LeaderScheduler, scheduler_class
 from celery_syncguard.errors import ImproperlyConfigured
 from celery_syncguard.sending import undisturbed
@@ -203,6 +203,24 @@ def test_the_option_for_catching_up_does_not_reach_the_message(scheduler, monkey
         "syncguard_due_at",
     }  # Celery's own, from 5.5 on
     assert app.conf.beat_schedule["a"]["options"] == {"syncguard_catch_up": "all", "priority": 3}
+
+
+def test_signals_tell_when_a_term_begins_and_ends(scheduler):
+    heard = []
+
+    def elected(sender, term, **_):
+        heard.append(("elected", sender, term))
+
+    def lost(sender, term, **_):
+        heard.append(("lost", sender, term))
+
+    signals.leader_elected.connect(elected)
+    signals.leader_lost.connect(lost)
+    one = lead(scheduler(make_app({"a": every(10)}, syncguard_leader_key="mine")))
+    term = one.leadership.term
+    one.close()
+    poll(lambda: len(heard) == 2)
+    assert heard == [("elected", "mine", term), ("lost", "mine", term)]
 
 
 def test_memory_stays_flat_over_many_ticks_and_terms(scheduler, monkeypatch):
