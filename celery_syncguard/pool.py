@@ -20,7 +20,7 @@ import math
 import secrets
 import threading
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import psycopg
@@ -56,6 +56,8 @@ _NETWORK = {
 
 #: SQLSTATE invalid_sql_statement_name.
 _NO_SUCH_STATEMENT = b"26000"
+
+_from_json = json.JSONDecoder().decode
 
 #: Inherited connections end here, so that nobody's destructor closes a socket that the parent still uses.
 _abandoned: list[Any] = []
@@ -126,7 +128,10 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         Raises:
             psycopg.Error: as `execute`.
         """
-        texts = [_text(value) for value in parameters]
+        texts = [value.encode() if type(value) is str else _text(value) for value in parameters]
+        if any(text is not None and b"\0" in text for text in texts):
+            # libpq would end the text there.
+            raise psycopg.DataError("PostgreSQL text cannot contain NUL")
         name = self._statement(query)
         if name is not None:
             self.pgconn.send_query_prepared(name, texts)
@@ -140,7 +145,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
             result = self._answer()
         if result.status != pq.ExecStatus.TUPLES_OK:
             raise psycopg.errors.error_from_result(result)
-        return json.loads(result.get_value(0, 0) or b"null")
+        return _from_json((result.get_value(0, 0) or b"null").decode())
 
     def _statement(self, query: bytes) -> bytes | None:
         """The name of the prepared statement for a query, from its second call on a direct connection."""
@@ -189,11 +194,7 @@ def _text(value: Any) -> bytes | None:
     if isinstance(value, tuple):
         quoted = (str(one).replace("\\", "\\\\").replace('"', '\\"') for one in value)
         value = "{" + ",".join(f'"{one}"' for one in quoted) + "}"
-    text = str(value).encode()
-    if b"\0" in text:
-        # libpq would end the text there.
-        raise psycopg.DataError("PostgreSQL text cannot contain NUL")
-    return text
+    return str(value).encode()
 
 
 def _settings(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -210,48 +211,33 @@ class Pool:
         self._mutex = threading.Lock()
         self._pool: psycopg_pool.ConnectionPool[Connection] | None = None
         self._last_error: Exception | None = None
-        self._lent: set[Connection] = set()
-        self._lent_at = -math.inf
-        self._returned_at = -math.inf
+        self.lent: set[Connection] = set()
+        self.lent_at = -math.inf
+        self.returned_at = -math.inf
         self._closed = False
 
-    @contextmanager
-    def connection(self) -> Iterator[Connection]:
+    def connection(self) -> AbstractContextManager[Connection]:
         """Borrow a connection. A broken one is thrown away afterwards.
 
         Raises:
             StoreUnavailable: none was to be had in time.
         """
-        pool = self._pool or self._open()
-        with self._lend(pool, self._borrow(pool)) as conn:
-            yield conn
+        return _Loan(self, self._pool or self._open())
 
     @contextmanager
     def spare(self) -> Iterator[Connection | None]:
         """Borrow a connection that nobody needs just now. None if all are in use, or none is to be had in a moment."""
         pool, conn = self._pool, None
-        if pool is not None and len(self._lent) < self._size:
+        if pool is not None and len(self.lent) < self._size:
             with suppress(psycopg_pool.PoolTimeout, psycopg_pool.PoolClosed):
                 conn = pool.getconn(timeout=_MOMENT)
         if pool is None or conn is None:
             yield None
             return
-        with self._lend(pool, conn):
+        with _Loan(self, pool, conn):
             yield conn
 
-    @contextmanager
-    def _lend(self, pool: psycopg_pool.ConnectionPool[Connection], conn: Connection) -> Iterator[Connection]:
-        try:
-            self._lent.add(conn)
-            self._lent_at = clock.now()
-            yield conn
-        finally:
-            self._lent.discard(conn)
-            if not conn.closed:
-                self._returned_at = clock.now()
-            pool.putconn(conn)
-
-    def _borrow(self, pool: psycopg_pool.ConnectionPool[Connection]) -> Connection:
+    def borrow(self, pool: psycopg_pool.ConnectionPool[Connection]) -> Connection:
         started_at = clock.now()
         failure: Exception | None = None
         while (left := self._give_up_at(started_at) - clock.now()) > 0:
@@ -264,7 +250,7 @@ class Pool:
             except psycopg_pool.PoolClosed as exc:
                 raise StoreUnavailable("this SyncGuard was closed") from exc
         cause = self._last_error
-        if cause is None and max(self._lent_at, self._returned_at) < clock.now() - self._timeout - LOCK_TIMEOUT - 1.0:
+        if cause is None and max(self.lent_at, self.returned_at) < clock.now() - self._timeout - LOCK_TIMEOUT - 1.0:
             self._replace(pool)
         detail = str(cause).strip() if cause is not None else "all connections of this process are in use"
         raise StoreUnavailable(f"no connection to PostgreSQL within {self._timeout:g} s: {detail}") from failure
@@ -272,7 +258,7 @@ class Pool:
     def _give_up_at(self, started_at: float) -> float:
         # The timeout is for a server that does not answer. Where it does, a long queue moves, and whoever gave up and
         # came back would only make it longer.
-        return max(started_at, min(self._returned_at, started_at + LONGEST_QUEUE)) + self._timeout
+        return max(started_at, min(self.returned_at, started_at + LONGEST_QUEUE)) + self._timeout
 
     def _replace(self, pool: psycopg_pool.ConnectionPool[Connection]) -> None:
         # No statement takes so long: what was lent is lost, to an exception that came into its thread (a soft time limit,
@@ -280,7 +266,7 @@ class Pool:
         with self._mutex:
             if self._pool is pool:
                 self._pool = None
-                self._lent = set()
+                self.lent = set()
         pool.close(timeout=0.0)
 
     def _open(self) -> psycopg_pool.ConnectionPool[Connection]:
@@ -326,7 +312,7 @@ class Pool:
         if self._pool is not None:
             _abandoned.append(self._pool)
         self._pool = None
-        self._lent = set()
+        self.lent = set()
         self._mutex = threading.Lock()
 
     def close(self) -> None:
@@ -335,6 +321,35 @@ class Pool:
             pool, self._pool = self._pool, None
         if pool is not None:
             pool.close(timeout=1.0)
+
+
+class _Loan:
+    """A connection of a pool for as long as a `with` lasts. Not made with contextlib, as every statement takes one."""
+
+    __slots__ = ("_conn", "_lender", "_pool")
+
+    def __init__(
+        self, lender: Pool, pool: psycopg_pool.ConnectionPool[Connection], conn: Connection | None = None
+    ) -> None:
+        self._lender = lender
+        self._pool = pool
+        self._conn = conn
+
+    def __enter__(self) -> Connection:
+        conn = self._conn
+        if conn is None:
+            conn = self._conn = self._lender.borrow(self._pool)
+        self._lender.lent.add(conn)
+        self._lender.lent_at = clock.now()
+        return conn
+
+    def __exit__(self, *_: object) -> None:
+        conn = self._conn
+        assert conn is not None
+        self._lender.lent.discard(conn)
+        if not conn.closed:
+            self._lender.returned_at = clock.now()
+        self._pool.putconn(conn)
 
 
 class Session:
