@@ -27,11 +27,15 @@ from typing import Any, Protocol
 from celery_syncguard.errors import LeaseLost
 from celery_syncguard.lease import Lease
 
+try:
+    # Every body asks, and the public one first looks for an enum of that name, which takes longer than all the rest.
+    from _signal import getsignal as _getsignal  # type: ignore[import-not-found]
+except ImportError:  # pragma: no cover - not CPython
+    from signal import getsignal as _getsignal
+
 __all__ = ["Interrupt", "interrupt_for"]
 
 _SIGNAL = getattr(signal, "SIGURG", None)
-#: Without the wrapper that makes an enum of what it can: each body asks.
-_getsignal: Any = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 
 
 class Interrupt(Protocol):
