@@ -1,9 +1,10 @@
 """Fixtures: servers that start when the first test wants them, and databases and queues that no two tests share.
 
 A server is taken from SYNCGUARD_TEST_DSN, SYNCGUARD_TEST_REDIS_URL or SYNCGUARD_TEST_AMQP_URL where those are set. With
-SYNCGUARD_TEST_PGBOUNCER=1 the applications of acceptance tests reach PostgreSQL through pgbouncer in transaction mode.
-A test whose server this machine does not have is deselected, and the last lines of the run say so in red; under
-CI=true the run fails instead. Nothing is ever skipped.
+SYNCGUARD_TEST_PGBOUNCER=1 the applications of acceptance tests reach PostgreSQL through pgbouncer in transaction mode,
+and tests marked `direct`, which look at the connection itself, are left out.
+A test whose server this machine does not have is deselected, and the last lines of the run say so in red; under CI=true
+the run fails instead. Nothing is ever skipped.
 
 Not here: tasks and applications (they lie beside their tests) and the fixtures' own code (`tests/fixtures`).
 """
@@ -36,6 +37,9 @@ _NEEDS = {
     "pgbouncer": "pgbouncer",
 }
 
+# Whether applications are led through a pooler.
+POOLED = os.environ.get("SYNCGUARD_TEST_PGBOUNCER", "") not in ("", "0")
+
 
 # --- missing servers ------------------------------------------------------------------------------------------------
 
@@ -53,9 +57,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         (dropped if any(reasons[name] for name in _servers_of(item)) else kept).append(item)
     if dropped:
+        config.stash[_DROPPED] = (len(dropped), [reason for reason in reasons.values() if reason])
+    if POOLED:
+        dropped += [item for item in kept if item.get_closest_marker("direct")]
+        kept = [item for item in kept if not item.get_closest_marker("direct")]
+    if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
-        config.stash[_DROPPED] = (len(dropped), [reason for reason in reasons.values() if reason])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -92,6 +100,8 @@ def _servers_of(item: pytest.Item) -> set[str]:
     for fixture in ("broker", "private_broker"):
         if fixture in parameters:
             names |= {parameters[fixture], "redis"}  # results go to Redis with either broker
+    if POOLED and "celery_setup" in getattr(item, "fixturenames", ()):
+        names.add("pgbouncer")
     return names
 
 
@@ -146,9 +156,9 @@ def empty_dsn(pg_server: servers.PostgresServer) -> Iterator[str]:
     yield from _database(pg_server, template="template1")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def pgbouncer(pg_server: servers.PostgresServer) -> Iterator[servers.PgBouncer]:
-    """A pooler in transaction mode with two server connections, in front of `pg_server`."""
+    """A pooler in transaction mode in front of `pg_server`, with two server connections for each database."""
     with servers.PgBouncer(upstream_port=pg_server.port) as pooler:
         yield pooler
 
@@ -157,6 +167,16 @@ def pgbouncer(pg_server: servers.PostgresServer) -> Iterator[servers.PgBouncer]:
 def pgbouncer_dsn(pg_dsn: str, pgbouncer: servers.PgBouncer) -> str:
     """The database of `pg_dsn` as seen through `pgbouncer`."""
     return pgbouncer.dsn(pg_dsn.rpartition("/")[2])
+
+
+@pytest.fixture
+def private_app_dsn(private_pg: servers.PostgresServer, private_dsn: str) -> Iterator[str]:
+    """`private_dsn` as an application is to reach it: through a pooler where that was asked for."""
+    if not POOLED:
+        yield private_dsn
+        return
+    with servers.PgBouncer(upstream_port=private_pg.port) as pooler:
+        yield pooler.dsn("syncguard")
 
 
 @pytest.fixture
@@ -263,22 +283,25 @@ class StartSetup(Protocol):
 def celery_setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StartSetup]:
     """Make the setup of this test: `setup = celery_setup("tests.acceptance.tasks_of_retries", conf={...})`.
 
-    Unless told otherwise (`broker=`, `dsn=`) it uses the fixtures `broker` and `pg_dsn`, which the test has to
-    request, since they decide how often it runs and what it needs. Nodes are killed when the test ends, and their
-    logs are shown when it failed.
+    Unless told otherwise (`broker=`, `dsn=`) it uses the fixtures `broker` and `pg_dsn` (perhaps through a pooler), which
+    the test has to request, since they decide how often it runs and what it needs. Nodes are killed when the test ends,
+    and their logs are shown when it failed.
     """
     with contextlib.ExitStack() as stack:
 
+        def requested(name: str) -> Any:
+            assert name in request.fixturenames, f"request the fixture `{name}`, or pass {name.removeprefix('pg_')}="
+            return request.getfixturevalue(name)
+
         def start(module: str, **options: Any) -> CeleryTestSetup:
-            options.setdefault("broker", request.node.funcargs.get("broker"))
-            if "dsn" not in options and os.environ.get("SYNCGUARD_TEST_PGBOUNCER"):
-                options["dsn"] = request.getfixturevalue("pgbouncer_dsn")
-            options.setdefault("dsn", request.node.funcargs.get("pg_dsn"))
-            if (direct := request.node.funcargs.get("pg_dsn")) is not None:
-                options.setdefault("history_dsn", direct)
+            if "broker" not in options:
+                options["broker"] = requested("broker")
+            if "pg_dsn" in request.fixturenames:
+                options.setdefault("history_dsn", requested("pg_dsn"))
+            if "dsn" not in options:
+                direct = requested("pg_dsn")
+                options["dsn"] = request.getfixturevalue("pgbouncer_dsn") if POOLED else direct
             options.setdefault("folder", tmp_path)
-            assert options["broker"] is not None, "request the fixture `broker`, or pass broker="
-            assert options["dsn"] is not None, "request the fixture `pg_dsn`, or pass dsn="
             setup = CeleryTestSetup(module, **options)
             stack.callback(lambda: print(setup.logs()))
             return stack.enter_context(setup)

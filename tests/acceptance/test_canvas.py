@@ -18,7 +18,7 @@ MODULE = "tests.acceptance.apps.locks_canvas"
 @pytest.fixture
 def held(celery_setup, broker, pg_dsn, history):
     """A worker, and a task on it that holds the lock "held" until the gate "release" is opened."""
-    setup = celery_setup(MODULE, broker=broker, dsn=pg_dsn, history_dsn=pg_dsn)
+    setup = celery_setup(MODULE)
     worker = setup.start_worker(concurrency=4)
     holder = setup.module.hold.delay("held")
     history.wait_for("holds")

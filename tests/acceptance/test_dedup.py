@@ -18,7 +18,7 @@ BOTH = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 
 @pytest.fixture
 def setup(celery_setup, broker, pg_dsn, history):
-    setup = celery_setup(MODULE, broker=broker, dsn=pg_dsn, history_dsn=pg_dsn)
+    setup = celery_setup(MODULE)
     yield setup
     # Before its database goes: what this process still has to confirm.
     binding.binding_for(setup.app).close()
@@ -359,7 +359,7 @@ def test_what_beat_sends_is_deduplicated(celery_setup, broker, pg_dsn):
         }
         for name in ("work", "plain")
     }
-    setup = celery_setup(MODULE, broker=broker, dsn=pg_dsn, conf={"beat_schedule": schedule})
+    setup = celery_setup(MODULE, conf={"beat_schedule": schedule})
     beat = setup.start_beat()
     for name in schedule:
         beat.wait_for_log(f"(?s:(Sending due task {name} .*){{4}})")

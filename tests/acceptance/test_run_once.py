@@ -36,7 +36,7 @@ def _until_quiet(dsn, *, seconds):
 
 @pytest.fixture
 def setup(celery_setup, broker, pg_dsn, history):
-    setup = celery_setup(MODULE, broker=broker, dsn=pg_dsn, history_dsn=pg_dsn)
+    setup = celery_setup(MODULE)
     yield setup
     # Before its database goes: what this process still has to confirm.
     binding.binding_for(setup.app).close()

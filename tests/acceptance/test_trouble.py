@@ -32,10 +32,10 @@ def guard(private_dsn):
 
 
 @pytest.fixture
-def start(celery_setup, broker, private_dsn, pg_dsn):
+def start(celery_setup, broker, private_app_dsn, pg_dsn):
     def start(pool="prefork", concurrency=2, **conf):
         conf = {"syncguard_timeout": 1.0, **conf}
-        setup = celery_setup(APP, dsn=private_dsn, history_dsn=pg_dsn, conf=conf)
+        setup = celery_setup(APP, dsn=private_app_dsn, history_dsn=pg_dsn, conf=conf)
         return setup, setup.start_worker(pool=pool, concurrency=concurrency)
 
     return start
