@@ -444,6 +444,7 @@ def test_a_leader_that_was_cut_off_finds_another_term_and_stands_by(beats, broke
         first.wait_for_log("elected: this process")
         second = stand_by(setup)
         (message,) = inbox.wait_for(1)
+        inbox.wait_settled()  # a mark that the database does not hear leaves a copy, which is no promise
         pg_proxy.stall()
         second.wait_for_log("elected: this process", timeout=TTL + SLACK)
         inbox.wait_until(lambda one: one.term > message.term)
