@@ -14,8 +14,9 @@ from tests.fixtures.polling import poll
 
 MODULE = "tests.acceptance.apps.locks_bodies"
 
-#: How a child dies by itself. `memory limit`: it runs into RLIMIT_AS in C code. `cpu limit`: the kernel kills it, with
-#: the signal and at the moment that the kernel chooses, as it does when memory is short.
+#: How a child dies by itself. `memory limit`: memory is refused to it (RLIMIT_AS) inside C code, which crashes. When a
+#: machine or a cgroup runs short of memory, the kernel sends SIGKILL instead, at a moment of its choice: that is
+#: `killed`, and `cpu limit`, where the kernel does it too.
 MANNERS = ["killed", "segfault", "exit", "memory limit", "cpu limit"]
 
 

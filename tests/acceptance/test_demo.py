@@ -17,6 +17,9 @@ import pytest
 from tests.fixtures.cluster import ROOT
 from tests.fixtures.polling import poll
 
+# The demo starts a server of its own and goes to it directly.
+pytestmark = pytest.mark.direct
+
 COMMAND = [sys.executable, "-c", "from celery_syncguard.cli import main; main()", "demo"]
 
 

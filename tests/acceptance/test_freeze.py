@@ -52,7 +52,7 @@ def freeze_until_taken_over(setup, worker, history, guard, task):
 
 @pytest.mark.parametrize(
     ("broker", "pool"),
-    [("redis", "prefork"), ("rabbitmq", "prefork"), ("redis", "solo"), ("redis", "threads"), ("redis", "gevent")],
+    [(broker, pool) for broker in ("redis", "rabbitmq") for pool in ("prefork", "solo", "threads", "gevent")],
     indirect=["broker"],
 )
 def test_a_thawed_body_is_told_at_once_and_can_do_no_harm(celery_setup, broker, pg_dsn, history, guard, pool):

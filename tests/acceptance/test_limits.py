@@ -1,5 +1,6 @@
 """Time limits, revoke, terminate, expires and purge: the lock and the claim end with the work, whatever ended it."""
 
+import psycopg
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
 
@@ -59,6 +60,53 @@ def test_what_ends_a_task_from_outside_ends_its_lock_and_its_claim(celery_setup,
     assert history.count("start", task_id=scheduled.id) == history.count("start", task_id=expired.id) == 0
     assert worker.alive
     poll(everything_is_free)
+
+
+def test_after_an_exception_nothing_is_left_in_pg_locks(celery_setup, broker, pg_dsn, history):
+    """case 32. The plain task, with a lock of its connection, is the negative control."""
+    setup = celery_setup(MODULE)
+    setup.start_worker(concurrency=1)
+    with psycopg.connect(pg_dsn, autocommit=True) as connection:
+
+        def left():
+            """Locks in this database of anybody else, sorted by kind."""
+            query = (
+                "select locktype from pg_locks join pg_stat_activity using (pid) where pid <> pg_backend_pid()"
+                " and backend_type = 'client backend' and datname = current_database() and locktype <> 'virtualxid'"
+            )
+            return sorted(row[0] for row in connection.execute(query).fetchall())
+
+        results = [setup.module.fail.delay(key) for key in ("a", "a", "b")]
+        for result in results:
+            with pytest.raises(LookupError):
+                result.get(timeout=30)
+        poll(lambda: left() == [])
+        assert rows_left(pg_dsn) == NOTHING
+        with pytest.raises(LookupError):
+            setup.module.fail_with_a_session_lock.delay("a").get(timeout=30)
+        assert left() == ["advisory"]
+
+
+def test_a_hard_limit_frees_the_lock_although_no_hook_runs_in_the_process_that_held_it(
+    celery_setup, broker, pg_dsn, history
+):
+    """case 94. The soft limit is the control: there the hooks run in the child."""
+    setup = celery_setup(MODULE)
+    setup.start_worker(concurrency=2)
+    hard = setup.module.work_with_hooks.apply_async(["hard", "never"], time_limit=2)
+    (body,) = history.wait_for("start", key="hard")
+    with pytest.raises(TimeLimitExceeded):
+        hard.get(timeout=30)
+    poll(lambda: rows_left(pg_dsn)["locks"] == 0)  # its ttl is a minute
+    assert setup.module.work.delay("hard").get(timeout=30) == "hard"
+    hooks = {"on_failure", "after_return"}
+    assert hooks.isdisjoint(row.event for row in history.events(task_id=hard.id) if row.pid == body.pid)
+    soft = setup.module.work_with_hooks.apply_async(["soft", "never"], soft_time_limit=1)
+    with pytest.raises(SoftTimeLimitExceeded):
+        soft.get(timeout=30)
+    (body,) = history.wait_for("start", key="soft")
+    history.wait_for("after_return", task_id=soft.id)
+    assert hooks <= {row.event for row in history.events(task_id=soft.id) if row.pid == body.pid}
 
 
 def test_a_soft_limit_also_ends_the_wait_for_a_lock(celery_setup, broker, pg_dsn, history):

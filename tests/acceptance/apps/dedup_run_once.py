@@ -39,7 +39,7 @@ def _answered(sender, done, **_):
 
 
 OPTIONS = {"bind": True, "acks_late": True, "reject_on_worker_lost": True}
-LOCK = {"base": LockedTask, "lock_ttl": 2, "lock_retry_delay": (0.05, 0.5), "lock_max_deaths": 1000}
+LOCK = {"base": LockedTask, "lock_ttl": 1, "lock_retry_delay": (0.05, 0.5), "lock_max_deaths": 1000}
 
 
 def _increment(self, n):

@@ -6,12 +6,13 @@ import resource
 import signal
 import time
 
+import psycopg
 from celery import Task
 
 from celery_syncguard import LockedTask, worker
 from tests.fixtures import gate
 from tests.fixtures.app import make_app
-from tests.fixtures.history import record_task
+from tests.fixtures.history import DSN_VARIABLE, record, record_task
 
 app = make_app(__name__, result_extended=True)
 
@@ -64,6 +65,35 @@ def work_late_briefly_leased(self, key, gate_name=None):
 def fail(self, key, gate_name=None):
     _work(self, key, gate_name)
     raise LookupError(key)
+
+
+session = None
+
+
+@app.task(bind=True)
+def fail_with_a_session_lock(self, key):
+    """What we do not build on: a lock that is the connection's, which nobody closes."""
+    global session  # noqa: PLW0603
+    session = psycopg.connect(os.environ[DSN_VARIABLE], autocommit=True)
+    session.execute("select pg_advisory_lock(32)")
+    raise LookupError(key)
+
+
+class LockedWithHooks(LockedTask):
+    """Records every hook of the task that runs in whichever process."""
+
+    abstract = True
+
+    def after_return(self, status, retval, task_id, args, kwargs, einfo):
+        record("after_return", task_id=task_id)
+
+    def on_failure(self, exc, task_id, args, kwargs, einfo):
+        record("on_failure", task_id=task_id)
+
+
+@app.task(bind=True, **{**LOCKED, "base": LockedWithHooks})
+def work_with_hooks(self, key, gate_name=None):
+    return _work(self, key, gate_name)
 
 
 # Retries
@@ -195,7 +225,8 @@ def _die(self, key, manner, gate_name=None):
 
 
 def _exhaust_memory():
-    """Grow to the limit, and die as C code does that takes memory for granted."""
+    """Grow to the limit, and die as C code does that takes memory for granted: of a segmentation fault at an address
+    that malloc refused. The kernel's own choice of a victim is a SIGKILL instead, as in `killed` and `cpu limit`."""
     with open("/proc/self/statm") as statm:
         size = int(statm.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + 64 * 2**20,) * 2)

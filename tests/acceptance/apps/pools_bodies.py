@@ -1,13 +1,17 @@
 """Bodies that hold a lock while the test freezes, interrupts, shuts down or starves their worker."""
 
+import gc
 import hashlib
 import os
 import threading
 import time
+from collections import Counter
+from types import TracebackType
 
 import psycopg
+from celery.app.task import Context
 
-from celery_syncguard import LeaseLost, LockedTask, SyncGuard, pool
+from celery_syncguard import Lease, LeaseLost, LockedTask, SyncGuard, pool
 from tests.fixtures import gate
 from tests.fixtures.app import make_app
 from tests.fixtures.history import record, record_task
@@ -161,4 +165,6 @@ def facts():
     """What this process has, after much work."""
     with open("/proc/self/status") as status:
         memory = next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
-    return {"pid": os.getpid(), "threads": threading.active_count(), "memory": memory}
+    gc.collect()
+    kept = Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, (Lease, Context, TracebackType)))
+    return {"pid": os.getpid(), "threads": threading.active_count(), "memory": memory, "kept": kept}
