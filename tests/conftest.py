@@ -170,8 +170,14 @@ def pgbouncer_dsn(pg_dsn: str, pgbouncer: servers.PgBouncer) -> str:
 
 
 @pytest.fixture
+def app_dsn(request: pytest.FixtureRequest, pg_dsn: str) -> str:
+    """`pg_dsn` as an application is to reach it: through a pooler where that was asked for."""
+    return str(request.getfixturevalue("pgbouncer_dsn")) if POOLED else pg_dsn
+
+
+@pytest.fixture
 def private_app_dsn(private_pg: servers.PostgresServer, private_dsn: str) -> Iterator[str]:
-    """`private_dsn` as an application is to reach it: through a pooler where that was asked for."""
+    """As `app_dsn`, for `private_dsn`."""
     if not POOLED:
         yield private_dsn
         return
@@ -299,8 +305,8 @@ def celery_setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sta
             if "pg_dsn" in request.fixturenames:
                 options.setdefault("history_dsn", requested("pg_dsn"))
             if "dsn" not in options:
-                direct = requested("pg_dsn")
-                options["dsn"] = request.getfixturevalue("pgbouncer_dsn") if POOLED else direct
+                requested("pg_dsn")
+                options["dsn"] = request.getfixturevalue("app_dsn")
             options.setdefault("folder", tmp_path)
             setup = CeleryTestSetup(module, **options)
             stack.callback(lambda: print(setup.logs()))

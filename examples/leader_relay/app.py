@@ -38,7 +38,9 @@ def main():
             if lease is None:
                 continue
             print(f"leading, term {leadership.term}", flush=True)
-            with psycopg.connect(os.environ["SYNCGUARD_DSN"], autocommit=True) as connection:
+            # prepare_threshold=None is psycopg's way of working behind any pooler.
+            dsn = os.environ["SYNCGUARD_DSN"]
+            with psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as connection:
                 try:
                     while not stopping.is_set() and not leadership.lost():
                         if not relay(connection, lease):

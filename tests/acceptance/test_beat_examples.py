@@ -17,7 +17,7 @@ on_both = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True
 
 
 @pytest.fixture
-def run(pg_dsn, tmp_path):
+def run(app_dsn, tmp_path):
     """Start a command in an example's folder; its output is a file. All of them are killed at the end."""
     with ExitStack() as stack:
         count = iter(range(100))
@@ -32,7 +32,7 @@ def run(pg_dsn, tmp_path):
                         **os.environ,
                         "PYTHONPATH": os.pathsep.join([str(ROOT), "."]),
                         "PYTHONUNBUFFERED": "1",
-                        "SYNCGUARD_DSN": pg_dsn,
+                        "SYNCGUARD_DSN": app_dsn,
                         **environment,
                     },
                     stdin=subprocess.DEVNULL,
@@ -49,7 +49,7 @@ def run(pg_dsn, tmp_path):
 
 
 @on_both
-def test_two_beats_tick_on_when_the_leader_is_killed(run, broker, pg_dsn):
+def test_two_beats_tick_on_when_the_leader_is_killed(run, broker, app_dsn):
     url = {"BROKER_URL": broker.url}
     celery = ("-m", "celery", "-A", "app")
     worker = run(
@@ -64,7 +64,7 @@ def test_two_beats_tick_on_when_the_leader_is_killed(run, broker, pg_dsn):
     shown = subprocess.run(
         [sys.executable, *celery, "syncguard", "leader"],
         cwd=ROOT / "examples" / "two_beats",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), "."]), "SYNCGUARD_DSN": pg_dsn, **url},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), "."]), "SYNCGUARD_DSN": app_dsn, **url},
         capture_output=True,
         text=True,
         check=True,

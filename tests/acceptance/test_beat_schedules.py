@@ -89,7 +89,6 @@ def django_setup(celery_setup, broker, pg_dsn, tmp_path):
     setup = celery_setup(
         DJANGO,
         broker=broker,
-        dsn=pg_dsn,
         conf={"syncguard_leader_ttl": TTL, "syncguard_catch_up": "all", "beat_max_loop_interval": 1},
     )
     subprocess.run(

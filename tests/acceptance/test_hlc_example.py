@@ -17,14 +17,13 @@ pytestmark = pytest.mark.parametrize("broker", ["redis"], indirect=True)
 
 
 @pytest.fixture
-def example(celery_setup, broker, pg_dsn, monkeypatch):
+def example(celery_setup, broker, pg_dsn, app_dsn, monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     setup = celery_setup(
         "app",
         broker=broker,
-        dsn=pg_dsn,
         environment={
-            "SYNCGUARD_DSN": pg_dsn,
+            "SYNCGUARD_DSN": app_dsn,
             "BROKER_URL": broker.url,
             "RESULT_BACKEND": broker.result_backend,
             "PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT)]),
