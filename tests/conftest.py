@@ -45,6 +45,9 @@ POOLED = os.environ.get("SYNCGUARD_TEST_PGBOUNCER", "") not in ("", "0")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell's background jobs ignore Ctrl-C, and so would everything that is started here and gets one.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Fixtures stop what they started when the run is told to end, as they do after Ctrl-C.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
