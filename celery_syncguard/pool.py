@@ -2,9 +2,8 @@
 
 Two kinds. `Pool` lends connections to whoever acquires and releases (psycopg_pool does the lending). `Session` is one
 connection for one thread's standing work: the listener's, and the renewer's while the pool has none to spare, so that
-renewals never queue behind tasks.
-Both are in autocommit, prepare statements only where no pooler is in between, and after a fork are abandoned without being closed, because
-the socket is the parent's too.
+renewals never queue behind tasks. Both are in autocommit, prepare statements only where no pooler is in between, and
+after a fork are abandoned without being closed, because the socket is the parent's too.
 
 No statement waits for ever: a server that hangs (frozen, or behind a network that drops packets) keeps its TCP connection
 alive, so the client itself stops waiting for an answer after a while.
