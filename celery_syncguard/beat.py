@@ -27,6 +27,7 @@ from celery.utils.imports import load_extension_class_names, qualname, symbol_by
 from kombu.exceptions import OperationalError
 
 from celery_syncguard import binding, clock, signals
+from celery_syncguard.connection import describe_dsn
 from celery_syncguard.errors import (
     ImproperlyConfigured,
     LeaseLost,
@@ -36,7 +37,6 @@ from celery_syncguard.errors import (
 from celery_syncguard.events import logger
 from celery_syncguard.leadership import Leadership
 from celery_syncguard.lease import Lease
-from celery_syncguard.pool import describe_dsn
 from celery_syncguard.sending import AGAIN, sending
 from celery_syncguard.slots import Slots, open_slots
 

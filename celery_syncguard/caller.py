@@ -11,7 +11,7 @@ Invariants:
   statement would be a transaction of its own, and whatever it promises would end with it.
 - No library is imported to find out what an object is: whoever made the object has imported it already.
 
-Not here: pools and connections of our own (`pool`).
+Not here: pools and connections of our own (`pool`, `connection`).
 """
 
 from __future__ import annotations

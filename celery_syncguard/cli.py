@@ -83,9 +83,9 @@ def migrate(ctx: click.Context) -> None:
     """
     import psycopg
 
+    from celery_syncguard.connection import describe_dsn
     from celery_syncguard.errors import StoreUnavailable
     from celery_syncguard.migrate import migrate as apply
-    from celery_syncguard.pool import describe_dsn
 
     settings = target(ctx).database()
     where = describe_dsn(settings.dsn)
@@ -164,8 +164,8 @@ def _status(chosen: Target) -> dict[str, Any]:
     import psycopg
     from psycopg import sql as compose
 
+    from celery_syncguard.connection import describe_dsn
     from celery_syncguard.migrate import state
-    from celery_syncguard.pool import describe_dsn
 
     settings = chosen.database()
     with chosen.connection() as conn:

@@ -23,8 +23,8 @@ from celery_syncguard.errors import ImproperlyConfigured, SyncGuardError
 
 if TYPE_CHECKING:
     from celery_syncguard.config import Settings
+    from celery_syncguard.connection import Connection
     from celery_syncguard.guard import SyncGuard
-    from celery_syncguard.pool import Connection
 
 __all__ = [
     "Commands",
@@ -99,7 +99,7 @@ class Target:
         Raises:
             ImproperlyConfigured: no dsn, or the memory store's.
         """
-        from celery_syncguard.pool import connection_parameters
+        from celery_syncguard.connection import connection_parameters
 
         settings = self.settings()
         if settings.in_memory:
@@ -121,7 +121,7 @@ class Target:
     @contextmanager
     def connection(self) -> Iterator[Connection]:
         """A connection in autocommit. Errors of the database become this library's."""
-        from celery_syncguard.pool import Connection, connection_parameters
+        from celery_syncguard.connection import Connection, connection_parameters
 
         settings = self.database()
         parameters = connection_parameters(settings.dsn, timeout=settings.timeout)

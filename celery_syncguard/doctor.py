@@ -18,9 +18,9 @@ from psycopg import sql
 
 from celery_syncguard import clock, migrate
 from celery_syncguard.config import Settings
+from celery_syncguard.connection import Connection, connection_parameters, describe_dsn
 from celery_syncguard.errors import SchemaBehind
 from celery_syncguard.lease import margin
-from celery_syncguard.pool import Connection, connection_parameters, describe_dsn
 
 __all__ = ["Check", "examine", "missing_grants"]
 

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 import psycopg
 from psycopg import sql
 
+from celery_syncguard.connection import connection_parameters, describe_dsn
 from celery_syncguard.errors import SchemaBehind, SyncGuardError
-from celery_syncguard.pool import connection_parameters, describe_dsn
 
 __all__ = ["Migration", "SchemaState", "check", "copyable_sql", "folder", "migrate", "migrations", "state"]
 

@@ -5,7 +5,7 @@ seconds in all. That is safe because every operation may be repeated: an acquire
 same grant. Errors become facts: what cannot be asked is `StoreUnavailable`, what lacks our functions is `SchemaBehind`,
 a wait that hit the lock_timeout is *held* or *busy*.
 
-Not here: connections (`pool`), waiting for a release (`listen`), the text of the functions (`migrations/`).
+Not here: connections (`connection`, `pool`), waiting for a release (`listen`), the text of the functions (`migrations/`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from psycopg import sql
 
 from celery_syncguard import clock
 from celery_syncguard.caller import caller
+from celery_syncguard.connection import Connection, connection_parameters, describe_dsn
 from celery_syncguard.errors import InvalidKey, SchemaBehind, StoreUnavailable, SyncGuardError
 from celery_syncguard.events import logger
 from celery_syncguard.listen import Listener
-from celery_syncguard.pool import Connection, Pool, Session, connection_parameters, describe_dsn
+from celery_syncguard.pool import Pool, Session
 from celery_syncguard.process import forget_in_children
 from celery_syncguard.store import Acquire, Claim, Dead, Done, Grant, Held, LockRow, Pruned, Release, Renewal
 

@@ -27,12 +27,12 @@ from celery.worker.request import Request
 from celery.worker.state import active_requests
 
 from celery_syncguard import clock, migrate
+from celery_syncguard.connection import describe_dsn
 from celery_syncguard.errors import SyncGuardError
 from celery_syncguard.events import logger
 from celery_syncguard.loop import Loop
 from celery_syncguard.memory import MemoryStore
 from celery_syncguard.message import HEADER, claim_of
-from celery_syncguard.pool import describe_dsn
 from celery_syncguard.postgres import PostgresStore
 from celery_syncguard.process import process_id
 

@@ -11,10 +11,10 @@ import pytest
 
 from celery_syncguard import SyncGuard, migrate
 from celery_syncguard.config import Settings
+from celery_syncguard.connection import Connection
 from celery_syncguard.doctor import examine, missing_grants
 from celery_syncguard.errors import SchemaBehind, StoreUnavailable
 from celery_syncguard.key import new_lock_id
-from celery_syncguard.pool import Connection
 from celery_syncguard.postgres import PostgresStore
 from celery_syncguard.process import process_id
 from celery_syncguard.store import Acquire, Grant, Release, Renewal

@@ -102,6 +102,19 @@ def test_renewing_survives_a_backend_that_is_terminated_five_times_a_second(
     assert lost == []
 
 
+def test_a_renewal_finds_another_connection_when_the_idle_one_broke(pg_dsn: str, pg_server: Any) -> None:
+    """At the first try: whoever breaks idle connections would break the pool's next one before the next renewal."""
+    name = pg_dsn.rpartition("/")[2]
+    backends = f"select from pg_stat_activity where datname = '{name}' and backend_type = 'client backend'"
+    with SyncGuard(pg_dsn) as guard:
+        lease = acquire(guard)
+        for _ in range(5):
+            assert guard.inspect("k") is not None  # so that there is one to break
+            pg_server.terminate_backends(name)
+            poll(lambda: pg_server.execute(backends) == [])
+            assert lease.renew() is True
+
+
 def test_a_lease_survives_a_restarted_server(private_pg: Any, private_dsn: str) -> None:
     with SyncGuard(private_dsn) as guard:
         lost = losses(guard)

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 from celery_syncguard import SyncGuard, cli, console, migrate
 from celery_syncguard.config import Settings
+from celery_syncguard.connection import describe_dsn
 from celery_syncguard.errors import ImproperlyConfigured
-from celery_syncguard.pool import describe_dsn
 
 COMMANDS = ["demo", "doctor", "locks", "migrate", "prune", "release", "sql", "status"]
 

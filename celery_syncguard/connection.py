@@ -1,0 +1,191 @@
+"""One connection of this library's own to PostgreSQL: what it is opened with, and how a statement is sent on it.
+
+Connections are in autocommit, and prepare statements only where no pooler is in between.
+
+No statement waits for ever: a server that hangs (frozen, or behind a network that drops packets) keeps its TCP connection
+alive, so the client itself stops waiting for an answer after a while.
+
+Not here: how many there are and who gets one (`pool`), what is said to the server (`postgres`), and the caller's
+connections (`caller`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import secrets
+import select
+from collections.abc import Generator
+from typing import Any
+
+import psycopg
+import psycopg.conninfo
+from psycopg import generators, pq, waiting
+
+from celery_syncguard import clock
+from celery_syncguard.errors import ImproperlyConfigured
+
+__all__ = ["Connection", "connection_parameters", "describe_dsn", "settings"]
+
+#: So that a peer that vanished without a FIN is noticed in seconds. The user's own values win.
+_NETWORK = {
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "15000",
+    "application_name": "celery-syncguard",
+}
+
+#: SQLSTATE invalid_sql_statement_name.
+_NO_SUCH_STATEMENT = b"26000"
+
+_from_json = json.JSONDecoder().decode
+
+
+def connection_parameters(dsn: str, *, timeout: float) -> dict[str, Any]:
+    """The libpq parameters for `dsn`; `timeout` seconds bound a connection attempt.
+
+    Raises:
+        ImproperlyConfigured: the dsn is empty, or is no connection string. Its text is not repeated: it may hold a
+            password.
+    """
+    if not dsn:
+        raise ImproperlyConfigured(
+            "no database: set syncguard_dsn in the Celery configuration, or SYNCGUARD_DSN in the environment, "
+            "to something like postgresql://user@host/database"
+        )
+    try:
+        parameters = psycopg.conninfo.conninfo_to_dict(dsn)
+    except psycopg.ProgrammingError:
+        # Without its cause: libpq repeats the text that it could not read, password and all.
+        raise ImproperlyConfigured(
+            "syncguard_dsn is not a PostgreSQL connection string (expected postgresql://user@host/database "
+            "or host=… dbname=…)"
+        ) from None
+    # Text is UTF-8 on the way, whatever the database is encoded in; one in SQL_ASCII would make it bytes.
+    return {**_NETWORK, "connect_timeout": str(max(2, round(timeout))), **parameters, "client_encoding": "UTF8"}
+
+
+def describe_dsn(dsn: str) -> str:
+    """Where a dsn leads, for logs and messages: never its password."""
+    try:
+        parameters = psycopg.conninfo.conninfo_to_dict(dsn)
+    except psycopg.ProgrammingError:
+        return "an unreadable dsn"
+    host = parameters.get("host") or parameters.get("hostaddr") or "the local socket"
+    port = parameters.get("port") or "5432"
+    name = parameters.get("dbname") or parameters.get("user") or "the default database"
+    return f"{name} at {host}:{port}"
+
+
+#: Whether psycopg's fast wait asks a generator again while nothing is ready. Before 3.3 only those in Python did.
+_ASKS_AGAIN = "timeout" in inspect.signature(psycopg.Connection.wait).parameters
+
+
+class Connection(psycopg.Connection[tuple[Any, ...]]):
+    """A connection that does not wait for ever: after `patience` seconds without an answer it is given up."""
+
+    patience = 10.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._direct: bool | None = None  # not known yet
+        self._statements: dict[bytes, bytes | None] = {}
+
+    def wait(self, gen: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
+        if _ASKS_AGAIN:
+            return super().wait(self._patient(gen), *args, **kwargs)
+        interval = kwargs.get("interval", args[0] if args else None)
+        return waiting.wait_selector(self._patient(gen), self.pgconn.socket, interval=interval or 0.1)
+
+    def call(self, query: bytes, parameters: tuple[Any, ...]) -> Any:
+        """The value that a statement answers with as JSON, decoded. It has numbered places (`$1`) and one value.
+
+        For the statements of every task: a cursor, which would look up how to convert each parameter and column, costs
+        about twice as much CPU.
+
+        Raises:
+            psycopg.Error: as `execute`.
+        """
+        texts = [value.encode() if type(value) is str else _text(value) for value in parameters]
+        if any(text is not None and b"\0" in text for text in texts):
+            # libpq would end the text there.
+            raise psycopg.DataError("PostgreSQL text cannot contain NUL")
+        name = self._statement(query)
+        if name is not None:
+            self.pgconn.send_query_prepared(name, texts)
+            result = self._answer()
+            if result.error_field(pq.DiagnosticField.SQLSTATE) == _NO_SUCH_STATEMENT:
+                # Nothing was executed. Somebody is in between after all.
+                self._direct = False
+                name = None
+        if name is None:
+            self.pgconn.send_query_params(query, texts)
+            result = self._answer()
+        if result.status != pq.ExecStatus.TUPLES_OK:
+            raise psycopg.errors.error_from_result(result)
+        return _from_json((result.get_value(0, 0) or b"null").decode())
+
+    @property
+    def usable(self) -> bool:
+        """Whether this idle connection is open as far as one can see without asking the server."""
+        if self.closed:
+            return False
+        # What a server says unasked is its goodbye, nearly always; a connection too many is no loss.
+        poll = select.poll()
+        poll.register(self.pgconn.socket, select.POLLIN)
+        return not poll.poll(0)
+
+    def _statement(self, query: bytes) -> bytes | None:
+        """The name of the prepared statement for a query, from its second call on a direct connection."""
+        if query not in self._statements:
+            self._statements[query] = None
+            return None
+        if self._direct is None:
+            # A pooler that gives each transaction another server connection answers for none of them in particular: the
+            # process id that it told us is none of theirs.
+            self.pgconn.send_query_params(b"SELECT pg_backend_pid()", [])
+            self._direct = self._answer().get_value(0, 0) == str(self.pgconn.backend_pid).encode()
+        if not self._direct:
+            return None
+        name = self._statements[query]
+        if name is None:
+            # A name that nobody else can have used, in case there is a pooler that looks like a server.
+            name = b"syncguard_" + secrets.token_hex(8).encode()
+            self.pgconn.send_prepare(name, query)
+            if self._answer().status != pq.ExecStatus.COMMAND_OK:
+                return None  # what is wrong with it, the query itself will say
+            self._statements[query] = name
+        return name
+
+    def _answer(self) -> Any:
+        return self.wait(generators.execute(self.pgconn))[-1]
+
+    def _patient(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        # The generator is asked again after each interval, with "nothing is ready yet".
+        give_up_at = clock.now() + self.patience
+        try:
+            wanted = next(gen)
+            while True:
+                ready = yield wanted
+                if not ready and clock.now() >= give_up_at:
+                    self.pgconn.finish()
+                    raise psycopg.OperationalError(f"the server did not answer within {self.patience:g} s")
+                wanted = gen.send(ready)
+        except StopIteration as stop:
+            return stop.value
+
+
+def _text(value: Any) -> bytes | None:
+    """A parameter as PostgreSQL reads it; a tuple is an array."""
+    if value is None:
+        return None
+    if isinstance(value, tuple):
+        quoted = (str(one).replace("\\", "\\\\").replace('"', '\\"') for one in value)
+        value = "{" + ",".join(f'"{one}"' for one in quoted) + "}"
+    return str(value).encode()
+
+
+def settings(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `Connection.connect` for these libpq parameters."""
+    return {**parameters, "autocommit": True, "prepare_threshold": None}
