@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from celery_syncguard.binding import guard_for
     from celery_syncguard.caller import NotInTransaction
     from celery_syncguard.errors import (
         DuplicateTask,
@@ -48,6 +49,7 @@ _HOMES = {
     "SyncGuard": "guard",
     "SyncGuardError": "errors",
     "TooManyDeaths": "errors",
+    "guard_for": "binding",
 }
 
 __all__ = [
@@ -68,6 +70,7 @@ __all__ = [
     "SyncGuard",
     "SyncGuardError",
     "TooManyDeaths",
+    "guard_for",
 ]
 
 

@@ -12,6 +12,7 @@ import inspect
 from typing import Any, ClassVar
 
 from celery import Task
+from celery.app.task import Context
 from celery.result import EagerResult
 from celery.states import SUCCESS
 from celery.utils.imports import symbol_by_name
@@ -143,6 +144,22 @@ class LockedTask(Task):  # type: ignore[misc]
             return _answered(result)
         return result
 
+    def run_as_errback(self, args: Any, kwargs: Any) -> Any:
+        """What runs when this task is somebody's `link_error` and takes (request, exc, traceback): Celery then calls it
+        as a function, where the other task failed. It takes its lock as an eager call does.
+
+        Raises:
+            LockHeld: held by another, and `lock_on_held` is "raise"; or "retry" in a worker's main process, which fails a
+                task whose process died, and must not wait.
+        """
+        overrides: dict[str, Any] = {}
+        if self.plan().options.dedup_key:
+            # Nothing is queued, and these arguments cannot be compared.
+            overrides["dedup_key"] = None
+        if self.plan().options.lock_on_held == "retry" and self.app.current_worker_task is None:
+            overrides["lock_on_held"] = "raise"
+        return self.apply(args, kwargs, throw=True, **overrides).get()
+
     def map(self, it: Any) -> Any:
         """Refused, as `starmap` and `chunks` are, for a task with a key: Celery runs their items as plain calls.
 
@@ -265,6 +282,11 @@ def _without_link(send: Any) -> Any:
     return without_link
 
 
+def _is_failure(args: tuple[Any, ...]) -> bool:
+    """Whether these are what Celery calls an errback with: (request, exc, traceback)."""
+    return len(args) >= 3 and isinstance(args[0], Context) and isinstance(args[1], BaseException)
+
+
 def _weave(body: Any) -> Any:
     """A `run` that does what `body` does, under the lock."""
     if isinstance(body, classmethod) or not callable(getattr(body, "__func__", body)):
@@ -276,9 +298,12 @@ def _weave(body: Any) -> Any:
     def run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         call = functools.partial(function if static else functools.partial(function, self), *args, **kwargs)
         request = self.request
-        if request.called_directly or RUN in request.__dict__:
-            # A plain call takes no lock; super().run() and the like are inside one already.
+        if RUN in request.__dict__:
+            # super().run() and the like are inside a lock already.
             return call()
+        if request.called_directly:
+            # A plain call takes no lock, but this one is Celery's and not the user's.
+            return self.run_as_errback(args, kwargs) if _is_failure(args) else call()
         return Run.of(self, request, args, kwargs).execute(call)
 
     if static:

@@ -11,7 +11,7 @@ from celery.contrib.django.task import DjangoTask
 from celery.exceptions import MaxRetriesExceededError
 from pydantic import BaseModel
 
-from celery_syncguard import SKIPPED, Fence, LockedTask, LockHeld, NoLease, Skipped, binding, signals
+from celery_syncguard import SKIPPED, Fence, LockedTask, LockHeld, NoLease, Skipped, binding, guard_for, signals
 from celery_syncguard.testing import hold_elsewhere
 
 
@@ -64,6 +64,17 @@ def test_subclasses_inherit_options_and_change_some(app, guard, seen):
     assert seen == [["base:1"], ["child:1"]]
     with hold_elsewhere(guard, "child:1"):
         assert second.delay(1).state == SKIPPED
+
+
+def test_an_application_has_one_guard_which_its_tasks_use_too(app):
+    @app.task(base=LockedTask, bind=True, shared=False, lock_key="shared", lock_on_held="skip")
+    def f(self):
+        return [row.key for row in guard_for(self.app).locks()], guard_for(app).try_acquire("shared")
+
+    assert f.delay().get() == (["shared"], None)
+    with guard_for(app).hold("shared"):
+        assert f.delay().state == SKIPPED
+    assert guard_for(app).counts["skip"] == 1
 
 
 def test_a_body_knows_its_lease_and_a_plain_call_has_none(app, guard):
