@@ -11,7 +11,7 @@ import dataclasses
 import random
 import time
 from datetime import datetime, timedelta
-from signal import SIGKILL, SIGTERM
+from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
 from typing import Any
 
 import psycopg
@@ -38,6 +38,7 @@ class Report:
     exits: list[str]  # processes that ended although nobody ended them
     tracebacks: list[str]
     longest_gap: float  # between two messages of the fast entry
+    longest_without_leader: float  # from a leader's last sign of life to the next election
     doubles: int  # messages of one entry that came sooner than half its interval after another
 
     def __str__(self) -> str:
@@ -54,9 +55,21 @@ class Report:
                 f"exits not caused by us          {len(self.exits)} {self.exits or ''}",
                 f"tracebacks                      {len(self.tracebacks)}",
                 f"longest time without a send     {self.longest_gap:.1f} s (ttl {TTL:g} s)",
+                f"longest time without a leader   {self.longest_without_leader:.1f} s",
                 f"messages too close together     {self.doubles} (caught up; without a leader: doubles)",
             ]
         )
+
+    def wrong(self) -> list[str]:
+        """What may never be; empty if all is well."""
+        return [
+            *(f"sent as two tasks: {slot}" for slot in self.two_ids),
+            *(f"missed: {slot}" for slot in self.missed),
+            *(f"went back: {message}" for message in self.backwards),
+            *(f"ended by itself: {node}" for node in self.exits),
+            *(f"traceback in the log of {node}" for node in self.tracebacks),
+            *([] if self.terms_in_order else ["terms do not increase"]),
+        ]
 
 
 class Chaos:
@@ -156,7 +169,7 @@ class Chaos:
                 ids.setdefault((message.entry, message.due_at), []).append(message.task_id)
         fast = [message.at for message in self.messages if message.entry == "fast"]
         logs = {node.name: node.logs(all_runs=True) for node in self.setup.beat_cluster}
-        terms = [] if self.plain else self._terms()
+        terms, without_leader = ([], 0.0) if self.plain else self._terms()
         return Report(
             seconds=spent,
             deeds=self.deeds,
@@ -174,6 +187,7 @@ class Chaos:
             exits=self.exits,
             tracebacks=[name for name, text in logs.items() if "Traceback" in text],
             longest_gap=max((after - before for before, after in zip(fast, fast[1:], strict=False)), default=0.0),
+            longest_without_leader=without_leader,
             doubles=sum(
                 after.at - before.at < ENTRIES[entry] / 2
                 for entry in ENTRIES
@@ -197,37 +211,47 @@ class Chaos:
                 due_at += step
         return missed
 
-    def _terms(self) -> list[int]:
-        """In the order in which they began, by the database's clock."""
+    def _terms(self) -> tuple[list[int], float]:
+        """In the order in which they began, by the database's clock; and the longest time between two of them."""
         with psycopg.connect(self.dsn) as connection:
-            rows = connection.execute("select term from syncguard_beat_terms order by elected_at").fetchall()
-        return [row[0] for row in rows]
+            rows = connection.execute(
+                "select term, extract(epoch from elected_at - lag(seen_at) over (order by elected_at))::float8"
+                " from syncguard_beat_terms order by elected_at"
+            ).fetchall()
+        return [row[0] for row in rows], max((gap for _, gap in rows if gap is not None), default=0.0)
+
+
+#: Ways for a leader to go, and what it is sent.
+DEEDS = {"kill": SIGKILL, "freeze": SIGSTOP, "stop": SIGTERM}
 
 
 def takeovers(setup: CeleryTestSetup, *, dsn: str, count: int, deed: str) -> list[float]:
-    """Seconds from the end of a leader until another one leads, `count` times. `deed`: "kill" or "stop"."""
+    """Seconds from the end of a leader until another one leads, `count` times, sorted. `deed`: one of DEEDS."""
     nodes = [setup.start_beat("-S", "syncguard") for _ in range(2)]
     times = []
     with psycopg.connect(dsn, autocommit=True) as connection:
         leading = (
-            "select holder from syncguard_locks where key = '__syncguard_leader:beat' "
+            "select holder, fence::bigint from syncguard_locks where key = '__syncguard_leader:beat' "
             "and expires_at_ms > extract(epoch from clock_timestamp()) * 1000"
         )
 
-        def leader() -> CeleryNode | None:
+        def leader() -> tuple[CeleryNode, int] | None:
             row = connection.execute(leading).fetchone()
-            return next((node for node in nodes if row and row[0].endswith(f"pid {node.pid}")), None)
+            return next(((node, row[1]) for node in nodes if row and row[0].endswith(f"pid {node.pid}")), None)
 
         for _ in range(count):
-            first = poll(lambda: leader(), timeout=30)
+            first, term = poll(lambda: leader(), timeout=30)
             (second,) = (node for node in nodes if node is not first)
-            second.wait_for_log("standby for 'beat'")
+            second.wait_for_log(rf"standby for 'beat': .* term 0*{term},")
             began = time.monotonic()
-            first.signal(SIGKILL if deed == "kill" else SIGTERM)
-            poll(lambda: leader() is second, timeout=30, interval=0.01)
+            first.signal(DEEDS[deed])
+            poll(lambda: (found := leader()) and found[0] is second, timeout=30, interval=0.01)
             times.append(time.monotonic() - began)
-            first.wait_exit(timeout=20)
-            first.start()
+            if deed == "freeze":
+                first.signal(SIGCONT)
+            else:
+                first.wait_exit(timeout=20)
+                first.start()
     for node in nodes:
         node.kill()
     return sorted(times)

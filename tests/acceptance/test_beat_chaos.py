@@ -1,6 +1,7 @@
 """Whatever happens to the beats and to their database, a slot is sent, and sent as one task."""
 
 import json
+from statistics import median
 
 import pytest
 
@@ -12,26 +13,25 @@ ENVIRONMENT = {SCHEDULE_VARIABLE: json.dumps(ENTRIES)}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_no_slot_is_missed_or_sent_as_two_tasks_whatever_happens(celery_setup, broker, private_pg, private_dsn):
-    """case 62, case 52: kills, freezes, stops, database restarts and terminated backends, under "all"."""
+@pytest.mark.timeout(360)
+def test_no_slot_is_missed_or_sent_as_two_tasks_whatever_happens(
+    celery_setup, broker, private_pg, private_dsn, private_app_dsn
+):
+    """case 62, case 52: two minutes of kills, freezes, stops, database restarts and terminated backends, under "all"."""
     setup = celery_setup(
         MODULE,
-        dsn=private_dsn,
+        dsn=private_app_dsn,
         conf={"syncguard_leader_ttl": TTL, "syncguard_catch_up": "all"},
         environment=ENVIRONMENT,
     )
-    report = Chaos(setup, pg=private_pg, dsn=private_dsn).run(30, seed=broker.kind == "redis")
+    report = Chaos(setup, pg=private_pg, dsn=private_dsn).run(120, seed=broker.kind == "redis")
     print(report)
-    assert report.two_ids == []
-    assert report.missed == []
-    assert report.exits == []
-    assert report.tracebacks == []
+    assert report.wrong() == []
     assert report.terms > 1
-    assert report.terms_in_order
     # A copy of the same task needs a death in the instant between publishing and marking; `run_once` answers it.
     assert len(report.copies) <= sum(report.deeds.values()) / 5
     assert report.longest_gap < 30
+    assert report.longest_without_leader < 30
 
 
 @pytest.mark.slow
@@ -46,12 +46,13 @@ def test_beats_without_a_leader_send_everything_several_times(celery_setup, brok
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(360)
 @pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
-@pytest.mark.parametrize("deed,bound", [("kill", TTL + 1), ("stop", 1.0)])
+@pytest.mark.parametrize("deed,bound", [("kill", TTL + 1), ("freeze", TTL + 1), ("stop", 1.0)])
 def test_takeovers_take_what_was_promised(celery_setup, broker, pg_dsn, deed, bound):
-    """case 50, case 55: `scripts/beat-chaos --takeovers 20` shows the distribution."""
+    """case 50, case 55: twenty of each kind."""
     setup = celery_setup(MODULE, conf={"syncguard_leader_ttl": TTL})
-    times = takeovers(setup, dsn=pg_dsn, count=3, deed=deed)
-    print(times)
-    assert times[0] < bound
+    times = takeovers(setup, dsn=pg_dsn, count=20, deed=deed)
+    print(deed, *(f"{seconds:.2f}" for seconds in times))
+    assert median(times) < bound
     assert times[-1] < bound + 4  # what a busy machine may add
