@@ -46,7 +46,7 @@ def _broker(rig: Rig, name: str, url: str, dsn: str, peer: str) -> list[Figure]:
 
 
 def _rate(rig: Rig, task: object, url: str, dsn: str, peer: str) -> float:
-    count = rig.size(1500, 100)
+    count = rig.size(4000, 100)
     queue = f"bench-{uuid.uuid4().hex[:8]}"
     conf = {"broker_url": url, "syncguard_dsn": dsn, "task_default_queue": queue, "singleton_backend_url": peer}
     app.conf.update(conf)
