@@ -3,7 +3,7 @@
 Between a look and the next, counters are added by the million; a hundred thousand live leases of others are there from
 10⁵ counters on. The cycles are made by pgbench, 16 clients on 16,000 keys, with autovacuum as installed; they do not wait
 for the disk, which costs time and changes nothing about the size. Autovacuum looks once a minute, and dead rows make a table
-grow until it has come: so the cycles go on for five minutes, however many that makes.
+grow until it has come: so the cycles go on for four minutes, however many that makes.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _size(rig: Rig) -> Figure:
     sizes: list[tuple[float, float]] = []
     done = 0.0
     began = time.monotonic()
-    least, most = (0.0, 60.0) if rig.quick else (300.0, 600.0)  # a slow machine makes fewer
+    least, most = (0.0, 60.0) if rig.quick else (240.0, 600.0)  # a slow machine makes fewer
     hasty = f"{dsn}?options=-csynchronous_commit%3Doff"
     while (spent := time.monotonic() - began) < least or (done < cycles and spent < most):
         seconds = 1.0 if rig.quick else 15.0

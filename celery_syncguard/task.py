@@ -18,7 +18,8 @@ from celery.states import SUCCESS
 from celery.utils.imports import symbol_by_name
 
 from celery_syncguard import binding, dedup
-from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, NoLease, TooManyDeaths
+from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, NoLease, SyncGuardError, TooManyDeaths
+from celery_syncguard.events import logger
 from celery_syncguard.key import Fence
 from celery_syncguard.lease import Lease
 from celery_syncguard.message import HEADER, header_of
@@ -146,19 +147,21 @@ class LockedTask(Task):  # type: ignore[misc]
 
     def run_as_errback(self, args: Any, kwargs: Any) -> Any:
         """What runs when this task is somebody's `link_error` and takes (request, exc, traceback): Celery then calls it
-        as a function, where the other task failed. It takes its lock as an eager call does.
-
-        Raises:
-            LockHeld: held by another, and `lock_on_held` is "raise"; or "retry" in a worker's main process, which fails a
-                task whose process died, and must not wait.
+        as a function, where the other task failed. It takes its lock as an eager call does; the main process of a worker,
+        which fails a task whose process died, does not wait for it. That it could not run is logged: an exception would
+        be the other task's, and Celery before 5.7 does not expect one.
         """
+        options = self.plan().options
         overrides: dict[str, Any] = {}
-        if self.plan().options.dedup_key:
+        if options.dedup_key:
             # Nothing is queued, and these arguments cannot be compared.
             overrides["dedup_key"] = None
-        if self.plan().options.lock_on_held == "retry" and self.app.current_worker_task is None:
+        if options.lock_on_held == "retry" and self.app.current_worker_task is None:
             overrides["lock_on_held"] = "raise"
-        return self.apply(args, kwargs, throw=True, **overrides).get()
+        try:
+            return self.apply(args, kwargs, throw=True, **overrides).result
+        except SyncGuardError as exc:
+            logger.error("the errback %s of %s[%s] was not run: %s", self.name, args[0].task, args[0].id, exc)
 
     def map(self, it: Any) -> Any:
         """Refused, as `starmap` and `chunks` are, for a task with a key: Celery runs their items as plain calls.
@@ -282,6 +285,15 @@ def _without_link(send: Any) -> Any:
     return without_link
 
 
+def _traced_below(task: Any) -> Any:
+    """The request that Celery's tracer runs, if this is the tracer's call: before 5.7 it comes as a plain one where a task
+    has a `__call__` of its own and is applied eagerly, or is applied inside another call of itself.
+    """
+    stack = task.request_stack.stack
+    below = stack[-2] if len(stack) > 1 else None
+    return None if below is None or below.called_directly or RUN in below.__dict__ else below
+
+
 def _is_failure(args: tuple[Any, ...]) -> bool:
     """Whether these are what Celery calls an errback with: (request, exc, traceback)."""
     return len(args) >= 3 and isinstance(args[0], Context) and isinstance(args[1], BaseException)
@@ -298,12 +310,17 @@ def _weave(body: Any) -> Any:
     def run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         call = functools.partial(function if static else functools.partial(function, self), *args, **kwargs)
         request = self.request
+        if request.called_directly and RUN not in request.__dict__:
+            traced = _traced_below(self)
+            if traced is None:
+                # A plain call takes no lock, but that of an errback is Celery's and not the user's.
+                return self.run_as_errback(args, kwargs) if _is_failure(args) else call()
+            # What the body sees is the request on top.
+            this = request.__dict__[RUN] = Run.of(self, traced, args, kwargs)
+            return this.execute(call)
         if RUN in request.__dict__:
             # super().run() and the like are inside a lock already.
             return call()
-        if request.called_directly:
-            # A plain call takes no lock, but this one is Celery's and not the user's.
-            return self.run_as_errback(args, kwargs) if _is_failure(args) else call()
         return Run.of(self, request, args, kwargs).execute(call)
 
     if static:

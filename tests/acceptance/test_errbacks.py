@@ -34,6 +34,7 @@ def fail_with(held, errbacks):
         held.tasks.fail.apply_async(link_error=[errback.s()])
 
 
+@pytest.mark.smoke
 def test_errbacks_wait_for_their_lock(held, pg_dsn):
     fail_with(held, held.tasks.ERRBACKS["retry"])
     for form in ("inline", "published", "bound"):
@@ -60,19 +61,19 @@ def test_errbacks_fail_where_their_lock_is_held(held, pg_dsn):
     fail_with(held, held.tasks.ERRBACKS["raise"])
     for form in ("inline", "published", "bound"):
         held.worker.wait_for_log(rf"{form}_raise\[\S+\] fails: 'the key' is held")
-    held.worker.wait_for_log("Errback 'inline_raise' raised an exception")
+    held.worker.wait_for_log(r"the errback inline_raise of tests\S+fail\[\S+\] was not run: 'the key' is held")
     held.setup.open_gate("release")
     held.history.wait_for("end")
     poll(lambda: rows_left(pg_dsn) == NOTHING)
     assert ran(held.history) == []
 
 
+@pytest.mark.smoke
 def test_an_errback_called_in_the_main_process_does_not_keep_that_waiting(held):
     """A task whose process died is failed by the worker's main process, which has messages and heartbeats to see to."""
     inline = held.tasks.ERRBACKS["retry"][0]
     held.tasks.die.apply_async(link_error=[inline.s()])
-    held.worker.wait_for_log("Errback 'inline_retry' raised an exception")
-    held.worker.wait_for_log("LockHeld: 'the key' is held")
+    held.worker.wait_for_log(r"the errback inline_retry of tests\S+die\[\S+\] was not run: 'the key' is held")
     held.setup.open_gate("release")
     held.history.wait_for("end")
     # Free again, it runs there.
