@@ -97,7 +97,10 @@ class Pool:
         cause = self._last_error
         if cause is None and max(self.lent_at, self.returned_at) < clock.now() - self._timeout - LOCK_TIMEOUT - 1.0:
             self._replace(pool)
-        detail = str(cause).strip() if cause is not None else "all connections of this process are in use"
+        if cause is not None:
+            detail = str(cause).strip()
+        else:
+            detail = "all connections of this process are in use" if self.lent else "the server does not answer"
         raise StoreUnavailable(f"no connection to PostgreSQL within {self._timeout:g} s: {detail}") from failure
 
     def _give_up_at(self, started_at: float) -> float:

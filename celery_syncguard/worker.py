@@ -11,12 +11,13 @@ The ttl is the backstop: for a lost main process, a lost host, or a database tha
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from celery.worker.state import active_requests
 
 from celery_syncguard import clock, migrate
 from celery_syncguard.connection import describe_dsn
-from celery_syncguard.errors import SyncGuardError
+from celery_syncguard.errors import StoreUnavailable, SyncGuardError
 from celery_syncguard.events import logger
 from celery_syncguard.loop import Loop
 from celery_syncguard.memory import MemoryStore
@@ -49,12 +50,33 @@ def start(worker: Any, binding: Any) -> None:
         SystemExit: with one line that names the fix.
     """
     try:
-        check(binding)
+        with _driver_muted():
+            check(binding)
     except SyncGuardError as exc:
-        # Logging is not set up yet, and a handler's exceptions would be swallowed: only SystemExit gets through.
-        sys.stderr.write(f"celery-syncguard: {exc}\n")
+        # Logging is not set up yet, and a handler's exceptions would be swallowed: only SystemExit gets through. One line,
+        # whatever libpq's message was laid out like.
+        sys.stderr.write(f"celery-syncguard: {' '.join(_advice(exc, binding).split())}\n")
         raise SystemExit(78) from None  # EX_CONFIG
     _undertaker.bind(worker, binding)
+
+
+@contextlib.contextmanager
+def _driver_muted() -> Iterator[None]:
+    """The pool logs each attempt that fails. Without logging set up that goes to stderr, and says less than we do."""
+    log = logging.getLogger("psycopg.pool")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _advice(exc: SyncGuardError, binding: Any) -> str:
+    if isinstance(exc, StoreUnavailable) and not exc.sent:
+        # The reason is a server's or libpq's, and they do not know where the address came from.
+        where = describe_dsn(binding.settings.dsn)
+        return f"{exc}: check that the server runs, and that syncguard_dsn leads to it (now: {where})"
+    return str(exc)
 
 
 def check(binding: Any) -> None:
