@@ -51,14 +51,16 @@ class InvalidKey(SyncGuardError, ValueError):
 class LockHeld(SyncGuardError):
     """Another lease is live on the key.
 
-    Attributes: `key`; `holder` (text for people or None); `task_id` of the holder or None; `lock_id`; `since` seconds
-    since the holder acquired; `remaining` seconds until its lease ends unless it renews.
+    Attributes: `key`; `holder` (text for people or None); `task_id` of the holder or None; `lock_id`; `fence` of its
+    lease, or None if the database was too busy to say; `since` seconds since the holder acquired; `remaining` seconds
+    until its lease ends unless it renews.
     """
 
     key: str = ""
     holder: str | None = None
     task_id: str | None = None
     lock_id: str | None = None
+    fence: int | None = None
     since: float | None = None
     remaining: float | None = None
 

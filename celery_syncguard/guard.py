@@ -43,6 +43,7 @@ def lock_held(held: Held) -> LockHeld:
         holder=held.holder,
         task_id=held.task_id,
         lock_id=held.lock_id,
+        fence=held.fence,
         since=held.since,
         remaining=held.remaining,
     )

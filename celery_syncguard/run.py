@@ -418,6 +418,7 @@ class Run:
                     holder=outer.lease.holder,
                     task_id=outer.request.id,
                     lock_id=outer.lease.lock_id,
+                    fence=int(outer.lease.fence),
                 )
 
     def _blocked(self, held: Held) -> None:

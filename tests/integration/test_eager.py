@@ -50,8 +50,10 @@ def test_an_eager_call_meets_a_held_lock_with_its_own_answer(app):
     def retrying(key):
         return "ran"
 
-    with guard_of(app).hold("a", holder="the test"):
-        assert isinstance(raising.apply(("a",)).result, LockHeld)
+    with guard_of(app).hold("a", holder="the test") as lease:
+        error = raising.apply(("a",)).result
+        assert isinstance(error, LockHeld)
+        assert (error.holder, error.fence) == ("the test", lease.fence)
         skipped = skipping.apply(("a",))
         assert (skipped.state, skipped.get().holder) == (SKIPPED, "the test")
         waiting = []
@@ -70,11 +72,11 @@ def test_a_nested_call_with_the_same_key_fails_at_once_and_names_the_outer_task(
     @app.task(shared=False, base=LockedTask, bind=True, name="outer", lock_key="{key}")
     def outer(self, key):
         result = inner.apply((key,))
-        return self.request.id, result.result
+        return self.request.id, self.fence, result.result
 
-    task_id, error = outer.apply(("a",)).get()
+    task_id, fence, error = outer.apply(("a",)).get()
     assert isinstance(error, LockHeld)
-    assert error.task_id == task_id
+    assert (error.task_id, error.fence) == (task_id, fence)
     assert error.key == "a"
     assert f"outer[{task_id}]" in str(error)
     assert guard_of(app).locks() == []
