@@ -461,10 +461,12 @@ class Run:
         raise Answered(f"skipped: {error}", marker)
 
     def _delay(self) -> float:
-        """Seconds until this message comes back: exponential between the bounds, with full jitter."""
+        """Seconds until this message comes back: anywhere between the lower bound and a ceiling, which begins at twice that
+        and doubles each time up to the upper one. So those that met the same holder do not come back together.
+        """
         low, high = self.options.lock_retry_delay
-        ceiling = min(high, low * 2.0 ** min(self.header.get("held", 0), 32))
-        return random.uniform(low / 2, ceiling)
+        ceiling = min(high, low * 2.0 ** min(self.header.get("held", 0) + 1, 32))
+        return random.uniform(low, ceiling)
 
     def _come_back(self, reason: SyncGuardError, *, hidden: bool, delay: float | None = None) -> None:
         """Publish this message again and leave. Returns if that is not possible: the caller tries again in place.

@@ -1,0 +1,133 @@
+"""What single options of a task do, seen from outside. Eagerly, on both stores.
+
+Not here: `lock_key` (`test_task_keys`), what happens when a lock is held, lost or cannot be asked for (`tests/acceptance`).
+"""
+
+import time
+
+import pytest
+from celery import Celery
+
+from celery_syncguard import LockedTask, TooManyDeaths, binding
+from celery_syncguard.key import new_lock_id
+from celery_syncguard.options import TaskOptions
+from celery_syncguard.process import process_id
+from celery_syncguard.store import Acquire, Grant
+from tests.fixtures.polling import poll
+
+
+@pytest.fixture(params=["memory", "postgresql"])
+def app(request):
+    app = Celery("options", set_as_current=False)
+    dsn = "memory://" if request.param == "memory" else request.getfixturevalue("pg_dsn")
+    app.conf.update(syncguard_dsn=dsn, task_always_eager=True, broker_url="memory://", result_backend="cache+memory://")
+    yield app
+    binding.binding_for(app).close()
+
+
+@pytest.fixture
+def guard(app):
+    return binding.guard_for(app)
+
+
+# lock_min_hold
+
+
+def test_a_task_that_ends_sooner_leaves_its_key_taken_until_min_hold_is_over(app, guard):
+    """case 81"""
+
+    @app.task(base=LockedTask, bind=True, shared=False, lock_key="k", lock_min_hold=1.5, lock_on_held="skip")
+    def f(self):
+        return time.monotonic()
+
+    began = f.apply().get()
+    row = guard.inspect("k")
+    assert 0 < row.remaining <= 1.5
+    assert f.apply().state == "SKIPPED"
+    again = poll(lambda: result.get() if (result := f.apply()).state == "SUCCESS" else None)
+    # The key is counted by the database's clock, from an acquire just before the body's first line.
+    assert 1.3 < again - began < 6
+    # Without the option the key is free at once: the control.
+    poll(lambda: guard.inspect("k") is None)
+    f.apply(lock_min_hold=0)
+    assert guard.inspect("k") is None
+
+
+def test_a_task_that_lasts_longer_than_min_hold_frees_its_key_when_it_ends(app, guard):
+    @app.task(base=LockedTask, bind=True, shared=False, lock_key="k", lock_min_hold=0.2)
+    def f(self):
+        poll(lambda: guard.inspect("k").since > 0.25)
+
+    f.apply()
+    assert guard.inspect("k") is None
+
+
+def test_min_hold_is_not_prolonged_by_a_renewal_and_may_be_longer_than_the_ttl(app, guard):
+    @app.task(base=LockedTask, shared=False, lock_key="k", lock_ttl=0.5, lock_min_hold=20)
+    def f():
+        """Ends at once."""
+
+    f.apply()
+    assert 15 < guard.inspect("k").remaining <= 20
+
+
+# lock_ttl
+
+
+def test_the_setting_is_the_ttl_of_whoever_names_none(app):
+    app.conf.syncguard_lock_ttl = 7
+
+    @app.task(base=LockedTask, bind=True, shared=False, lock_key="k")
+    def by_the_setting(self):
+        (row,) = binding.guard_for(app).locks()
+        return self.lease.ttl, row.remaining
+
+    @app.task(base=LockedTask, bind=True, shared=False, lock_key="k", lock_ttl=9)
+    def by_itself(self):
+        return self.lease.ttl
+
+    ttl, remaining = by_the_setting.apply().get()
+    assert ttl == 7
+    assert 5 < remaining <= 7
+    assert by_itself.apply().get() == 9
+    assert by_the_setting.apply(lock_ttl=11).get()[0] == 11
+    with binding.guard_for(app).hold("k") as lease:
+        assert lease.ttl == 7
+
+
+def test_without_the_setting_a_lease_lasts_thirty_seconds(app, guard):
+    @app.task(base=LockedTask, bind=True, shared=False, lock_key="k")
+    def f(self):
+        return self.lease.ttl
+
+    assert f.apply().get() == 30
+    with guard.hold("k") as lease:
+        assert lease.ttl == 30
+
+
+# lock_max_deaths
+
+
+def die(guard, task_id, *, times):
+    """What a child that is killed leaves behind, so many times."""
+    for _ in range(times):
+        request = Acquire(key="k", lock_id=new_lock_id(), ttl=60, process=process_id(1), task_id=task_id)
+        assert isinstance(guard.store.acquire(request), Grant)
+        assert guard.store.release_process(process_id(1)) == 1
+
+
+def test_a_task_runs_after_four_deaths_and_fails_after_five_unless_told_otherwise(app, guard):
+    @app.task(base=LockedTask, shared=False, lock_key="k")
+    def f():
+        return "ran"
+
+    assert TaskOptions().lock_max_deaths == 5
+    die(guard, "four", times=4)
+    assert f.apply(task_id="four").get() == "ran"
+    die(guard, "five", times=5)
+    error = f.apply(task_id="five").result
+    assert isinstance(error, TooManyDeaths)
+    assert (error.task_id, error.key, error.deaths) == ("five", "k", 5)
+    assert f.apply(task_id="five", lock_max_deaths=6).get() == "ran"
+    # The key itself is none the worse.
+    assert f.apply(task_id="another").get() == "ran"
