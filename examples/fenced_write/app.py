@@ -61,6 +61,21 @@ def write(self, page, body, frozen=0):
 
 
 @app.task(**OPTIONS)
+def write_in_transaction(self, page, body, frozen=0):
+    """The same where somebody else opens the transaction, such as a framework: prove the lease in it, before all else."""
+    freeze(frozen)
+    try:
+        with psycopg.connect(DSN) as connection:  # psycopg opens one, and commits it at the end of the block
+            self.lease.fenced(connection)
+            connection.execute(
+                "insert into pages values (%s, %s) on conflict (id) do update set body = excluded.body", (page, body)
+            )
+    except LeaseLost as exc:
+        return f"refused: {exc}"
+    return "written"
+
+
+@app.task(**OPTIONS)
 def write_elsewhere(self, page, body, frozen=0):
     """Any other database: the fence is written along, and the table refuses a lower one."""
     freeze(frozen)

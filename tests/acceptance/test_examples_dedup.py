@@ -15,10 +15,12 @@ from tests.fixtures.cluster import ROOT
 EXPECTED = {
     "locked_report": ["5 reports of acme, one at a time; 1 of globex beside them"],
     "fenced_write": [
-        "pages: the late one: refused: the lease on 'page:home'",
-        "pages: the page is by the punctual one",
-        "guarded_pages: the late one: refused: stale fence",
-        "guarded_pages: the page is by the punctual one",
+        "write: the late one: refused: the lease on 'page:home'",
+        "write: the page is by the punctual one",
+        "write_in_transaction: the late one: refused: the lease on 'page:home'",
+        "write_in_transaction: the page is by the punctual one",
+        "write_elsewhere: the late one: refused: stale fence",
+        "write_elsewhere: the page is by the punctual one",
     ],
     "dedup_import": [
         "import: 10 requests, 1 queued",
