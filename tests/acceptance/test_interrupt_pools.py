@@ -54,6 +54,9 @@ def test_a_body_whose_lease_is_lost_is_interrupted_in_every_pool(celery_setup, b
     with pytest.raises(LeaseLost):
         result.get(timeout=60)
     history.wait_for("refused", key="b")
+    # The body goes on for another second: not at the end of that, but as soon as it could.
+    (lost,) = history.events("lost", key="b")
+    assert float(lost.note) < 0.5
     assert history.count("written") == 0
     assert history.count("end") == 0
 

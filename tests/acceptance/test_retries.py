@@ -31,12 +31,13 @@ def test_every_kind_of_retry_runs_to_its_end_and_leaves_nothing_behind(celery_se
     tasks = setup.module
     at_once = [tasks.retry.delay(f"at-once-{i}", 2, 0) for i in range(4)]
     later = tasks.retry.delay("later", 2, 0.2)
+    by_default = tasks.retry_by_default.delay("by-default", 2)
     too_often = tasks.retry.delay("too-often", 3, 0)
     auto = tasks.autoretry.delay("auto", 3)
     auto_too_often = tasks.autoretry.delay("auto-too-often", 4)
     waiting = [tasks.retry_in_wait.delay("one-key", f"name-{i}", 1) for i in range(4)]
 
-    for result in [*at_once, later]:
+    for result in [*at_once, later, by_default]:
         assert result.get(timeout=30) == 2
     for result in waiting:
         assert result.get(timeout=30) == 1
@@ -50,7 +51,7 @@ def test_every_kind_of_retry_runs_to_its_end_and_leaves_nothing_behind(celery_se
     for row in history.events("start"):
         attempts[row.key].append(row.attempt)
     assert sorted(attempts.pop("one-key")) == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert attempts["at-once-0"] == attempts["later"] == attempts["too-often"] == [0, 1, 2]
+    assert attempts["at-once-0"] == attempts["later"] == attempts["too-often"] == attempts["by-default"] == [0, 1, 2]
     assert attempts["auto"] == attempts["auto-too-often"] == [0, 1, 2, 3]
     assert history.overlaps() == []
     poll(lambda: rows_left(pg_dsn) == NOTHING)

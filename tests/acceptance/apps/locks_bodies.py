@@ -113,6 +113,11 @@ def retry(self, key, times, countdown):
     return _retry(self, key, times, countdown=countdown)
 
 
+@app.task(bind=True, max_retries=2, default_retry_delay=0.2, **LOCKED)
+def retry_by_default(self, key, times):
+    return _retry(self, key, times)
+
+
 @app.task(bind=True, max_retries=2, lock_wait=20, dedup_key="{name}", **LOCKED)
 def retry_in_wait(self, key, name, times):
     return _retry(self, key, times, countdown=0)

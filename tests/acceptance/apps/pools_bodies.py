@@ -91,16 +91,18 @@ def compute(self, key, seconds):
     started = time.monotonic()
     hashlib.pbkdf2_hmac("sha256", b"x", b"y", 200_000)
     rounds = int(200_000 * seconds / (time.monotonic() - started))
-    returned = False
+    returned_at = None
     try:
         start(self, key)
         hashlib.pbkdf2_hmac("sha256", b"x", b"y", rounds)
-        returned = True
+        returned_at = time.monotonic()
         time.sleep(0.001)  # under gevent the first moment at which the body gives way
         for _ in range(100):
             time.sleep(0.01)
     except LeaseLost:
-        record_task("lost", self, key=key, note=str(returned))
+        # Seconds after the call; none where the interrupt came before the next line could say when that was.
+        late = 0.0 if returned_at is None else time.monotonic() - returned_at
+        record_task("lost", self, key=key, note=f"{late:.3f}")
         try_to_write(self, key)
         raise
     record_task("end", self, key=key)
