@@ -71,6 +71,8 @@ def test_the_leases_of_dead_children_and_no_others_are_freed_at_once(
         psutil.Process(starts["killed from outside"].pid).kill()
         setup.open_gate("die")
         times = watch(guard, {key: starts[key].pid for key in results})
+        # Within a second, as a rule; a machine that is busy starting new children may take longer over one of the seven.
+        assert statistics.median(times.values()) < 1, times
         assert max(times.values()) < 5, times
         left = {row.key: row.fence for row in guard.locks()}
         assert left == {key: fences[key] for key in ("on the same worker", "on the other worker")}
