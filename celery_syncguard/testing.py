@@ -591,7 +591,7 @@ class StoreContract:
 
     def test_of_32_threads_exactly_one_wins_every_round(self, store: LockStore) -> None:
         """Covers case 26, case 28."""
-        _assert_one_winner(race_threads(store, threads=32, rounds=250), contenders=32)
+        _assert_one_winner(race_threads(store, threads=32, rounds=1000), contenders=32)
 
     def test_of_8_processes_exactly_one_wins_every_round(self, reopen: Callable[[], LockStore]) -> None:
         """Covers case 26, case 28."""
