@@ -54,7 +54,7 @@ def test_a_body_whose_lease_is_lost_is_interrupted_in_every_pool(celery_setup, b
     with pytest.raises(LeaseLost):
         result.get(timeout=60)
     history.wait_for("refused", key="b")
-    # The body goes on for another second: not at the end of that, but as soon as it could.
+    # The body would have gone on for another second.
     (lost,) = history.events("lost", key="b")
     assert float(lost.note) < 0.5
     assert history.count("written") == 0
