@@ -1,8 +1,11 @@
 """A worker that is gone, or comes back from the dead: what its leases block, and for how long."""
 
+import os
 import signal
 import time
+from datetime import datetime, timedelta, timezone
 
+import psutil
 import psycopg
 import pytest
 
@@ -11,6 +14,8 @@ from tests.fixtures import gate
 from tests.fixtures.polling import poll
 
 APP = "tests.acceptance.apps.pools_bodies"
+TTL = 2  # of the bodies there
+VISIBILITY = 1
 BOTH = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 
 
@@ -33,6 +38,80 @@ def test_a_killed_group_frees_its_lock_at_the_ttl(celery_setup, broker, pg_dsn, 
     assert time.monotonic() - killed_at < 2 + 3  # the ttl, and what a busy machine needs
     (start,) = history.events("start")
     assert successor.fence > start.fence
+
+
+def start_and_kill_the_main_process(setup, history, **environment):
+    """Leave a locked body and its unlocked twin behind, and start another worker, which gets their messages again."""
+    worker = setup.start_worker(concurrency=2, environment=environment)
+    result = setup.module.hold.delay("a", "go")
+    setup.module.plain_hold.delay("plain", "go")
+    history.wait_for("start", key="plain")
+    (first,) = history.wait_for("start", key="a")
+    children = worker.children()
+    assert first.pid in children
+    worker.signal(signal.SIGKILL)
+    worker.wait_exit()
+    history.record("killed the main process")
+    # RabbitMQ sees the connection end. Redis waits until a message is overdue, and a worker looks for that when it starts.
+    poll(lambda: datetime.now(timezone.utc) - first.at > timedelta(seconds=VISIBILITY + 0.5))
+    return result, first, children, setup.start_worker(concurrency=2, wait=False)
+
+
+REDELIVERED = {"task_acks_late": True, "broker_transport_options": {"visibility_timeout": VISIBILITY}}
+
+
+def test_when_the_main_process_alone_is_killed_the_key_is_free_at_the_ttl(celery_setup, broker, pg_dsn, history, guard):
+    """case 1, the main process: Celery's children die with it, and nobody is left who would see them off."""
+    setup = celery_setup(APP, conf=REDELIVERED)
+    result, first, children, successor = start_and_kill_the_main_process(setup, history)
+    poll(lambda: not any(psutil.pid_exists(pid) for pid in children))
+    poll(lambda: (row := guard.inspect("a")) is None or row.fence > first.fence)
+    (killed,) = history.events("killed the main process")
+    assert datetime.now(timezone.utc) - killed.at < timedelta(seconds=TTL + 3)  # and what a busy machine needs
+    (_, second) = history.wait_for("start", key="a", count=2)
+    assert second.pid in successor.children()
+    assert second.fence > first.fence
+    # And not sooner than the lease was over. The body recorded its start when it had that already.
+    assert second.at - first.at > timedelta(seconds=TTL - 0.5)
+    setup.open_gate("go")
+    assert result.get(timeout=30) == "a"
+
+
+@pytest.mark.parametrize("end", ["ends", "is killed"])
+def test_an_orphan_keeps_its_lock_and_the_message_that_comes_again_waits_for_it(
+    celery_setup, broker, pg_dsn, history, guard, end
+):
+    """case 1, the main process alone, where its children outlive it. The plain task beside them is the negative control:
+    its orphan and its copy overlap."""
+    setup = celery_setup(APP, conf=REDELIVERED)
+    result, first, _, successor = start_and_kill_the_main_process(setup, history, SYNCGUARD_TEST_ORPHANS="1")
+    history.wait_for("start", key="plain", count=2)
+    successor.wait_for_log(f"{result.id}. not run: it runs already")
+
+    # Longer than its ttl: the orphan renews by itself.
+    poll(lambda: guard.inspect("a").since > TTL + 1)
+    assert guard.inspect("a").fence == first.fence
+    assert history.count("start", key="a") == 1
+
+    if end == "ends":
+        setup.open_gate("go")
+        (ended,) = history.wait_for("end", key="a")
+        assert ended.pid == first.pid
+        successor.wait_for_log("another delivery of this attempt ended")
+        poll(lambda: guard.inspect("a") is None)
+        assert history.count("start", key="a") == 1
+    else:
+        os.kill(first.pid, signal.SIGKILL)
+        history.record("killed", key="a", note=str(first.pid))
+        (killed,) = history.events("killed")
+        (_, second) = history.wait_for("start", key="a", count=2)
+        assert second.pid in successor.children()
+        assert second.fence > first.fence
+        # The ttl, the longest delay of a message that comes back, and what a busy machine needs.
+        assert second.at - killed.at < timedelta(seconds=TTL + 0.3 + 3)
+        setup.open_gate("go")
+    assert result.get(timeout=30) == "a"
+    assert {body.key for pair in history.overlaps() for body in pair} == {"plain"}
 
 
 def freeze_until_taken_over(setup, worker, history, guard, task):

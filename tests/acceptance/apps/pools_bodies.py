@@ -1,5 +1,6 @@
 """Bodies that hold a lock while the test freezes, interrupts, shuts down or starves their worker."""
 
+import ctypes
 import gc
 import hashlib
 import os
@@ -11,6 +12,7 @@ from types import TracebackType
 
 import psycopg
 from celery.app.task import Context
+from celery.signals import worker_process_init
 
 from celery_syncguard import Lease, LeaseLost, LockedTask, SyncGuard, pool
 from tests.fixtures import gate
@@ -27,6 +29,15 @@ parent = None
 if "SYNCGUARD_TEST_PARENT_DSN" in os.environ and "worker" in os.environ.get("SYNCGUARD_TEST_NODE", ""):
     parent = SyncGuard(os.environ["SYNCGUARD_TEST_PARENT_DSN"])
     parent_lease = parent.try_acquire("parent", ttl=3)
+
+
+if "SYNCGUARD_TEST_ORPHANS" in os.environ:
+
+    @worker_process_init.connect(weak=False)
+    def outlive_the_main_process(**_):
+        """On Linux Celery has the kernel kill the children of a main process that dies (PR_SET_PDEATHSIG, 1). Elsewhere
+        they live on, as they do after this."""
+        ctypes.CDLL(None).prctl(1, 0)
 
 
 class Held(LockedTask):
@@ -70,6 +81,14 @@ def try_to_write(self, key):
 def hold_on(self, key, gate_name):
     """The same without our protection: told nothing, and does not ask."""
     start(self, key)
+    gate.wait_at(gate_name)
+    record_task("end", self, key=key)
+
+
+@app.task(bind=True)
+def plain_hold(self, key, gate_name):
+    """The same without any lock."""
+    record_task("start", self, key=key)
     gate.wait_at(gate_name)
     record_task("end", self, key=key)
 
