@@ -23,6 +23,7 @@ from celery_syncguard.console import (
     duration,
     fail,
     json_option,
+    load_app,
     printable,
     seconds_of,
     set_target,
@@ -334,7 +335,8 @@ def doctor(ctx: click.Context, *, json_wanted: bool) -> None:
     from celery_syncguard.doctor import Check, examine
 
     checks: list[Check] = []
-    for check in examine(target(ctx).database()):
+    chosen = target(ctx)
+    for check in examine(chosen.database(), app=load_app(chosen.app) if chosen.app_named else None):
         checks.append(check)
         if not json_wanted:  # shown as they come, since a slow one is an answer too
             click.echo(f"{check.status:<4}  {check.name:<11}  {printable(check.message)}")

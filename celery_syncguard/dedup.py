@@ -1,6 +1,6 @@
 """Publishing: keys are computed, and a second copy of the same work is not queued.
 
-    claim (short life) -> publish -> confirm (whole life, in the background)
+    claim (short life) -> publish -> the broker has it (`receipts`) -> confirm (whole life, in the background)
 
 The claim is made on a connection of our own, so a duplicate never aborts the caller's transaction, and is ended again when
 publishing raises. Whoever gets the claim publishes; everybody else gets the id of the task that has it.
@@ -31,6 +31,7 @@ from celery_syncguard.key import public_key
 from celery_syncguard.message import HEADER, header_of
 from celery_syncguard.options import TaskOptions
 from celery_syncguard.process import default_holder
+from celery_syncguard.receipts import ask_for_receipts
 from celery_syncguard.run import RUN
 from celery_syncguard.skipped import SKIPPED, Skipped, marker_for
 from celery_syncguard.store import Claim
@@ -71,6 +72,7 @@ def publish(
     key = header.get("claim")
     if key is None:
         return send(**call)
+    ask_for_receipts(app)
     store = binding.guard_for(app).store
     task_id = call["task_id"] = call.get("task_id") or uuid()
     holder = f"{name}[{task_id}] {default_holder()}"

@@ -21,6 +21,7 @@ from celery_syncguard.config import Settings
 from celery_syncguard.connection import Connection, connection_parameters, describe_dsn
 from celery_syncguard.errors import SchemaBehind
 from celery_syncguard.lease import margin
+from celery_syncguard.receipts import turned_off
 
 __all__ = ["Check", "examine", "missing_grants"]
 
@@ -41,9 +42,15 @@ class Check:
     fix: str = ""
 
 
-def examine(settings: Settings) -> Iterator[Check]:
-    """Every check, in an order in which the first failure explains the later ones."""
+def examine(settings: Settings, *, app: Any = None) -> Iterator[Check]:
+    """Every check, in an order in which the first failure explains the later ones.
+
+    Arguments:
+        app: the application, if its tasks and its broker are to be looked at too.
+    """
     yield from _settings(settings)
+    if app is not None:
+        yield from _broker(app)
     where = describe_dsn(settings.dsn)
     parameters = connection_parameters(settings.dsn, timeout=settings.timeout)
     with ExitStack() as stack:
@@ -109,6 +116,28 @@ def _settings(settings: Settings) -> Iterator[Check]:
             "ok",
             f"lock ttl {settings.lock_ttl:g} s, leader ttl {settings.leader_ttl:g} s, timeout {settings.timeout:g} s, "
             f"{settings.pool_size} connections per process",
+        )
+
+
+def _broker(app: Any) -> Iterator[Check]:
+    """Whether claims outlive messages that the broker never got. Nothing is connected to."""
+    try:
+        app.loader.import_default_modules()
+        names = sorted(task.name for task in app.tasks.values() if getattr(task, "dedup_key", None))
+    except Exception as exc:  # the application's own code, which may fail in any way  # noqa: BLE001
+        yield Check("broker", "warn", f"the tasks cannot be imported: {type(exc).__name__}: {exc}", "see the message")
+        return
+    if names and turned_off(app):
+        yield Check(
+            "broker",
+            "warn",
+            f"confirm_publish is off in broker_transport_options: a message that is lost on its way to RabbitMQ is no error, "
+            f"and its claim stays for dedup_ttl ({len(names)} task(s) with dedup_key, such as {names[0]})",
+            "take confirm_publish out of broker_transport_options",
+        )
+    elif names:
+        yield Check(
+            "broker", "ok", f"what is published with a claim is answered for ({len(names)} task(s) with dedup_key)"
         )
 
 

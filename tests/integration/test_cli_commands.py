@@ -189,6 +189,45 @@ def test_doctor_warns_of_a_setting_that_weakens_a_promise(pg_dsn, setting, check
     assert found.fix.startswith("ALTER ROLE")
 
 
+PROJECT = """
+from celery import Celery
+from celery_syncguard import LockedTask
+app = Celery("proj", broker={broker!r}, set_as_current=False)
+app.conf.update(syncguard_dsn={dsn!r}, broker_transport_options={options!r})
+@app.task(base=LockedTask, shared=False, name="work", **{task!r})
+def work(n): pass
+"""
+
+
+@pytest.mark.parametrize("url, options, task, expected", [
+    ("amqp://nobody@127.0.0.1:1//", {"confirm_publish": False}, {"dedup_key": "{n}"}, "warn"),
+    ("amqp://nobody@127.0.0.1:1//", {}, {"dedup_key": "{n}"}, "ok"),
+    ("amqp://nobody@127.0.0.1:1//", {"confirm_publish": True}, {"dedup_key": "{n}"}, "ok"),
+    ("redis://127.0.0.1:1/0", {"confirm_publish": False}, {"dedup_key": "{n}"}, "ok"),
+    ("amqp://nobody@127.0.0.1:1//", {"confirm_publish": False}, {"lock_key": "{n}"}, None),
+], ids=["off", "default", "on", "redis", "locks only"])  # fmt: skip
+def test_doctor_warns_of_claims_for_messages_that_nobody_answers_for(
+    pg_dsn, tmp_path, monkeypatch, url, options, task, expected
+):
+    name = f"proj_of_doctor_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(PROJECT.format(dsn=pg_dsn, broker=url, options=options, task=task))
+    monkeypatch.syspath_prepend(tmp_path)
+    answer = CliRunner().invoke(cli.main, ["-A", name, "doctor", "--json"])
+    assert answer.exit_code == 0, answer.output
+    found = {one["name"]: one for one in json.loads(answer.output)["checks"]}
+    assert found.get("broker", {"status": None})["status"] == expected
+    if expected == "warn":
+        assert "such as work" in found["broker"]["message"]
+        assert "confirm_publish" in found["broker"]["fix"]
+
+
+def test_doctor_says_if_the_tasks_cannot_be_imported(pg_dsn):
+    app = Celery("proj", set_as_current=False, include=["no_such_module"])
+    found = {one.name: one for one in examine(Settings(dsn=pg_dsn), app=app)}
+    assert found["broker"].status == "warn"
+    assert "no_such_module" in found["broker"].message
+
+
 def test_doctor_knows_a_pooler_in_transaction_mode_from_a_direct_connection(pg_dsn, pgbouncer_dsn):
     """Case 87."""
     assert checks_of(pg_dsn)["pooler"].status == "ok"
