@@ -110,8 +110,6 @@ def race(make, *, processes, rounds):
 @pytest.mark.parametrize("rounds", [1000])
 def test_of_fifty_processes_that_publish_at_once_one_publishes_and_all_learn_its_id(pg_dsn, broker, rounds):
     """cases 28, 29: each round is a barrier; the queue holds one message per round."""
-    if broker.kind == "rabbitmq":
-        rounds //= 10
     answers = race(lambda: make_producer(pg_dsn, broker.url, broker.queue), processes=50, rounds=rounds)
     for one in answers:
         assert [duplicate for _, duplicate in one].count(False) == 1
