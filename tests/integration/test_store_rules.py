@@ -373,6 +373,58 @@ def test_a_session_that_looked_before_another_wrote_does_not_win_too(
     assert held.lock_id == "first-lock-id"
 
 
+@pytest.mark.parametrize("before", ["no claim", "a claim that is over"])
+def test_a_publisher_that_looked_before_another_claimed_is_told_whose_it_is(
+    store: PostgresStore, session: Connection, background: ThreadPoolExecutor, before: str
+) -> None:
+    """case 29: neither has seen a live claim; the one that comes second is not told that it is the first."""
+    if before != "no claim":
+        session.execute("insert into syncguard_claims values ('c', 'old-task', null, 1, 2)")
+    with session.transaction():
+        session.execute("select * from syncguard_claim('c', 'first-task', 60000)")
+        with psycopg.connect(session.info.dsn) as other:
+            row = other.execute("select count(*) from syncguard_claims where task_id = 'first-task'").fetchone()
+        assert row == (0,), "to everybody else the work still looks new"
+        answer = background.submit(store.claim, "c", task_id="second-task", ttl=60.0)
+        wait_until_blocked(session)
+        assert not answer.done()
+    claim = answer.result(30)
+    assert (claim.ours, claim.task_id) == (False, "first-task")
+    assert session.execute("select claim_key, task_id from syncguard_claims").fetchall() == [("c", "first-task")]
+
+
+def test_a_publisher_that_waited_for_one_who_gave_up_gets_the_claim(
+    store: PostgresStore, session: Connection, background: ThreadPoolExecutor
+) -> None:
+    """case 29: the other one's transaction never committed."""
+    with session.transaction(force_rollback=True):
+        session.execute("select * from syncguard_claim('c', 'first-task', 60000)")
+        answer = background.submit(store.claim, "c", task_id="second-task", ttl=60.0)
+        wait_until_blocked(session)
+    assert answer.result(30).ours
+    assert session.execute("select task_id from syncguard_claims").fetchall() == [("second-task",)]
+
+
+def test_of_two_publishers_that_have_both_seen_no_claim_a_plain_look_lets_both_win(
+    session: Connection, pg_dsn: str
+) -> None:
+    """The negative control: the same interleaving with a query that looks and, in the same statement, writes."""
+    look_and_write = (
+        "with found as (select task_id from syncguard_claims where claim_key = 'c'),"
+        " made as (insert into syncguard_claims (claim_key, task_id, claimed_at_ms, expires_at_ms)"
+        " select 'c', %s, 0, 9e15 where not exists (select from found) on conflict do nothing)"
+        " select count(*) from found"
+    )
+    seen = []
+    with psycopg.connect(pg_dsn) as other, ThreadPoolExecutor(1) as pool:
+        seen.append(other.execute(look_and_write, ("first-task",)).fetchone())
+        answer = pool.submit(lambda: session.execute(look_and_write, ("second-task",)).fetchone())
+        wait_until_blocked(other)
+        other.commit()
+        seen.append(answer.result(30))
+    assert seen == [(0,), (0,)], "both are told that the work was not queued"
+
+
 @pytest.mark.parametrize("level", ["repeatable read", "serializable"])
 def test_a_stricter_default_isolation_changes_nothing(level: str, pg_dsn: str, session: Connection) -> None:
     database = psycopg.conninfo.conninfo_to_dict(pg_dsn)["dbname"]
