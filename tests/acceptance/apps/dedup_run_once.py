@@ -14,6 +14,8 @@ from tests.fixtures.history import DSN_VARIABLE, record, record_task
 
 app = make_app(__name__)
 DEATHS = float(os.environ.get("DEATHS", "0"))
+#: Those that stay between commit and acknowledgement until the test has killed their worker.
+LINGERING = {int(n) for n in os.environ.get("LINGERING", "").split()}
 
 _connections = {}
 
@@ -28,8 +30,9 @@ def connection():
     return _connections[identity]
 
 
-def maybe_die():
-    if random.random() < DEATHS:
+def maybe_die(self, where, share=DEATHS):
+    if random.random() < share:
+        record_task("death", self, key=where)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -44,15 +47,18 @@ LOCK = {"base": LockedTask, "lock_ttl": 1, "lock_retry_delay": (0.05, 0.5), "loc
 
 def _increment(self, n):
     conn = connection()
-    maybe_die()
+    maybe_die(self, "before")
     with conn.transaction():
         if isinstance(self, LockedTask):
             self.lease.complete(conn)
         conn.execute("insert into effects (n) values (%s)", (n,))
         conn.execute("update counter set value = value + 1")
-        maybe_die()
+        maybe_die(self, "inside")
     # The most dangerous moment: done, and nobody has been told.
-    maybe_die()
+    maybe_die(self, "after", 2 * DEATHS)
+    if n in LINGERING:
+        record_task("lingers", self, key=str(n))
+        gate.wait_at(f"killed-{n}")
     return n
 
 
