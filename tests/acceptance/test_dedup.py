@@ -1,14 +1,18 @@
 """A claim lasts as long as its work and no longer, whatever becomes of the message, the task and the worker."""
 
 import signal
+import subprocess
+import sys
 
 import psycopg
 import pytest
-import redis
-from celery import chain, chord
+from celery import Celery, chain, chord, group
+from psycopg.conninfo import conninfo_to_dict
 
 from celery_syncguard import DuplicateTask, StoreUnavailable, binding
+from celery_syncguard.dedup import send_task
 from celery_syncguard.skipped import SKIPPED
+from tests.fixtures.cluster import ROOT
 from tests.fixtures.polling import poll
 
 MODULE = "tests.acceptance.apps.dedup_tasks"
@@ -284,7 +288,153 @@ def test_a_worker_confirms_a_claim_whose_producer_died(setup, history, pg_dsn):
     history.wait_for("end")
 
 
+@BOTH
+@pytest.mark.parametrize("task", ["work", "locked"])
+@pytest.mark.parametrize("fate", ["lost", "another's"])
+def test_a_task_whose_claim_is_not_its_own_by_now_runs_and_takes_nothing_from_the_owner(
+    setup, history, claims, pg_dsn, task, fate
+):
+    name, task = task, getattr(setup.module, task)
+    first = task.delay("a", "go")
+    binding.binding_for(setup.app).flush()
+    (key,) = claims()
+    with psycopg.connect(pg_dsn, autocommit=True) as connection:
+        if fate == "lost":
+            connection.execute("delete from syncguard_claims")
+        else:
+            connection.execute("update syncguard_claims set task_id = 'another'")
+    setup.start_worker()
+    history.wait_for("start", task_id=first.id)
+    # A lost claim is made anew by a run under a lock; without a lock a run asks nobody.
+    running = {"another's": {key: "another"}, "lost": {key: first.id} if name == "locked" else {}}[fate]
+    assert claims() == running
+    if running:
+        assert task.delay("a", "go").id == running[key]
+    setup.open_gate("go")
+    assert first.get(timeout=30) == "a"
+    poll(lambda: claims() == ({key: "another"} if fate == "another's" else {}))
+    assert history.count("start") == 1
+
+
 # --- messages that bypass apply_async, and canvases -----------------------------------------------------------------
+
+
+@BOTH
+def test_a_producer_without_the_code_gives_keys_and_the_worker_runs_the_task_under_those(setup, history, claims):
+    """case 21: an application that has none of these tasks, and keys that the task's own templates would not make."""
+    producer = Celery("elsewhere", broker=setup.broker.url, set_as_current=False)
+    producer.conf.update(task_default_queue=setup.broker.queue, syncguard_dsn=setup.dsn)
+    keys = {"dedup_key": "their claim", "lock_key": "their lock", "run_once": "their run"}
+    worker = setup.start_worker()
+    try:
+        name = setup.module.locked.name
+        first = send_task(producer, name, ["a", "go"], **keys)
+        history.wait_for("start")
+        assert claims() == {"their claim": first.id}
+        assert [lock.key for lock in binding.guard_for(setup.app).locks()] == ["their lock"]
+        second = send_task(producer, name, ["a", "go"], **keys)
+        assert (second.id, second.duplicate) == (first.id, True)
+        with pytest.raises(DuplicateTask):
+            send_task(producer, name, ["a", "go"], dedup_on_duplicate="raise", **keys)
+        setup.open_gate("go")
+        history.wait_for("end")
+        poll(lambda: claims() == {})
+        third = send_task(producer, name, ["a", "go"], **keys)
+        assert third.id != first.id
+        worker.wait_for_log(f"{third.id}\\] not run: 'their run' was done by task {first.id}")
+        poll(lambda: claims() == {})
+        assert history.count("start") == 1
+    finally:
+        binding.binding_for(producer).close()
+        producer.close()
+
+
+_DJANGO = """
+import os, sys
+from django.conf import settings
+settings.configure(
+    DATABASES={"default": {"ENGINE": "django.db.backends.postgresql", "NAME": sys.argv[5], "HOST": sys.argv[6],
+                           "PORT": sys.argv[7], "USER": "postgres"}},
+    INSTALLED_APPS=[], USE_TZ=True,
+)
+import django
+django.setup()
+from celery import Celery
+from celery.contrib.django.task import DjangoTask
+from django.db import connection, transaction
+from celery_syncguard import LockedTask
+
+class Task(LockedTask, DjangoTask):
+    abstract = True
+
+app = Celery("shop", broker=sys.argv[1])
+app.conf.update(task_default_queue=sys.argv[2], syncguard_dsn=sys.argv[3])
+
+@app.task(base=Task, name=sys.argv[4], dedup_key="done:{key}")
+def work(key, gate_name=None): pass
+
+def say(text):
+    print(text, flush=True)
+    assert input() == "go on"
+
+def order(n):
+    with connection.cursor() as cursor:
+        cursor.execute("insert into orders values (%s)", [n])
+
+with transaction.atomic():
+    order(1)
+    work.delay_on_commit("a", "go")
+    work.delay_on_commit("a", "go")
+    say("not committed")
+say("committed")
+with transaction.atomic():
+    order(2)
+    # Duplicates, at once and at the commit; neither breaks the block.
+    assert work.delay("a", "go").duplicate
+    work.delay_on_commit("a", "go")
+    order(3)
+try:
+    with transaction.atomic():
+        order(4)
+        work.delay_on_commit("b")
+        raise LookupError
+except LookupError:
+    pass
+work.delay("c")
+print("done", flush=True)
+"""
+
+
+@BOTH
+def test_djangos_delay_on_commit_publishes_after_the_commit_and_duplicates_break_nothing(
+    setup, history, claims, pg_dsn
+):
+    server = conninfo_to_dict(pg_dsn)
+    setup.start_worker()
+    with psycopg.connect(pg_dsn, autocommit=True) as connection:
+        connection.execute("create table orders (n int)")
+        orders = lambda: [n for (n,) in connection.execute("select n from orders order by n")]  # noqa: E731
+        command = [sys.executable, "-c", _DJANGO, setup.broker.url, setup.broker.queue, setup.dsn]
+        command += [setup.module.work.name, *(str(server[name]) for name in ("dbname", "host", "port"))]
+        with subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        ) as django:
+            said = lambda: django.stdout.readline().strip()  # noqa: E731
+            assert said() == "not committed"
+            assert (claims(), orders()) == ({}, [])
+            django.stdin.write("go on\n")
+            assert said() == "committed"
+            (start,) = history.wait_for("start")
+            assert (claims(), orders()) == ({"done:a": start.task_id}, [1])
+            django.stdin.write("go on\n")
+            assert said() == "done"
+        assert django.returncode == 0
+        assert orders() == [1, 2, 3]
+    history.wait_for("end", key="c")
+    setup.open_gate("go")
+    history.wait_for("end", key="a")
+    poll(lambda: claims() == {})
+    assert [row.key for row in history.events("start")] == ["a", "c"]
 
 
 @BOTH
@@ -328,6 +478,39 @@ def test_a_duplicate_callback_or_body_of_a_chord_is_sent_and_what_it_follows_sta
 
 
 @BOTH
+def test_a_duplicate_member_of_a_group_ends_as_skipped_and_the_group_ends(setup, history, claims):
+    """The member that is no duplicate is the control."""
+    work = setup.module.work
+    setup.start_worker(concurrency=3)
+    first = work.delay("a", "go")
+    history.wait_for("start", key="a")
+    result = group(work.s("a"), work.s("b")).apply_async()
+    skipped, done = result.get(timeout=30)
+    assert (skipped.task_id, skipped.key) == (first.id, "done:a")
+    assert done == "b"
+    assert [one.state for one in result.results] == [SKIPPED, "SUCCESS"]
+    assert history.count("start", key="a") == 1
+    setup.open_gate("go")
+    assert first.get(timeout=30) == "a"
+    poll(lambda: claims() == {})
+
+
+@BOTH
+def test_a_duplicate_member_of_a_chord_runs_because_the_body_waits_for_it(setup, history, claims):
+    work, gather = setup.module.work, setup.module.gather
+    setup.start_worker(concurrency=3)
+    first = work.delay("a", "go")
+    history.wait_for("start", key="a")
+    result = chord([work.s("a"), work.s("b")], gather.s()).apply_async()
+    assert result.get(timeout=30) == ["a", "b"]
+    assert history.count("start", key="a") == 2
+    # Without a claim: it ended, and the first one's is still there.
+    poll(lambda: claims() == {"done:a": first.id})
+    setup.open_gate("go")
+    poll(lambda: claims() == {})
+
+
+@BOTH
 def test_a_step_is_sent_without_its_claim_while_the_database_is_away(celery_setup, broker, pg_proxy, pg_dsn, history):
     """Its parent has ended well and stays so; a publisher of its own accord gets an error instead."""
     setup = celery_setup(
@@ -347,26 +530,25 @@ def test_a_step_is_sent_without_its_claim_while_the_database_is_away(celery_setu
     pg_proxy.accept()
 
 
-@pytest.mark.parametrize("broker", ["redis"], indirect=True)
-def test_what_beat_sends_is_deduplicated(celery_setup, broker, pg_dsn):
-    """The plain entry is the negative control. No worker runs."""
+@BOTH
+@pytest.mark.parametrize("scheduler", [[], ["-S", "syncguard"]], ids=["celery's beat", "ours"])
+def test_what_beat_sends_is_deduplicated(celery_setup, broker, pg_dsn, history, claims, scheduler):
+    """The plain entry is the negative control."""
     schedule = {
-        name: {
-            "task": f"{MODULE}.{name}",
-            "schedule": 0.3,
-            "args": ["a"],
-            "options": {"queue": f"{broker.queue}-{name}"},
-        }
-        for name in ("work", "plain")
+        name: {"task": f"{MODULE}.{name}", "schedule": 0.3, "args": [name, gate]}
+        for name, gate in (("work", "go"), ("plain", None))
     }
     setup = celery_setup(MODULE, conf={"beat_schedule": schedule})
-    beat = setup.start_beat()
-    for name in schedule:
-        beat.wait_for_log(f"(?s:(Sending due task {name} .*){{4}})")
-    beat.stop()
-    with redis.Redis.from_url(broker.url) as client:
-        assert client.llen(f"{broker.queue}-work") == 1
-        assert client.llen(f"{broker.queue}-plain") >= 4
+    setup.start_worker()
+    beat = setup.start_beat(*scheduler)
+    history.wait_for("start", key="work")
+    (first,) = claims().values()
+    beat.wait_for_log("(?s:(Sending due task work .*){6})")
+    history.wait_for("start", key="plain", count=4)
+    assert [row.task_id for row in history.events("start", key="work")] == [first]
+    setup.open_gate("go")
+    history.wait_for("start", key="work", count=2)
+    assert [first for first, _ in history.overlaps() if first.key == "work"] == []
 
 
 @BOTH

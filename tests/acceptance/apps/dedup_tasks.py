@@ -110,3 +110,8 @@ def overrunning(self, key):
 @app.task(bind=True)
 def plain(self, key, gate_name=None):
     return _work(self, key, gate_name)
+
+
+@app.task
+def gather(results):
+    return results
