@@ -578,6 +578,45 @@ def test_a_message_with_an_eta_holds_its_claim_but_no_lock(setup, history, claim
 
 
 @BOTH
+@pytest.mark.slow
+def test_twelve_that_publish_and_run_the_same_work_leave_no_error_in_the_servers_log(
+    celery_setup, broker, second_queue, private_pg, private_dsn, private_app_dsn, pg_dsn, history
+):
+    """case 38: three workers with four children each, one lock, one claim, and one that waits for its hour."""
+    setup = celery_setup(MODULE, dsn=private_app_dsn, history_dsn=pg_dsn)
+    module = setup.module
+    later = module.hot.apply_async(("a",), dedup_key="in an hour", countdown=3600)
+    for _ in range(3):
+        # What is published is run at once, not when all have published.
+        setup.start_worker("-Q", f"{broker.queue},{second_queue}", concurrency=4)
+    by_name = [setup.app.send_task(module.hot.name, ["a"]) for _ in range(50)]
+    for _ in range(300):
+        module.publishing.delay("a", second_queue)
+    history.wait_for("published", count=300, timeout=60)
+    new = history.count("published", key="new")
+    assert 1 < new < 300
+    # Those that were sent by name make their claim when they run.
+    history.wait_for("end", key="a", count=new + len(by_name), timeout=90)
+    assert history.count("start", key="a") == new + len(by_name)
+    assert history.overlaps() == []
+    assert len({row.pid for row in history.events("start")}) > 4, "not all of them took part"
+
+    def claims():
+        return private_pg.execute("select claim_key, task_id from syncguard_claims", database="syncguard")
+
+    poll(lambda: claims() == [("in an hour", later.id)])
+    complaints = lambda: [  # noqa: E731
+        line for line in private_pg.log_text().splitlines() if " ERROR:" in line and " syncguard " in line
+    ]
+    assert complaints() == []
+    # The negative control: what a claim by a plain insert would have left there.
+    with psycopg.connect(private_dsn) as connection, pytest.raises(psycopg.errors.UniqueViolation):
+        connection.execute("insert into syncguard_claims values ('in an hour', 'another', null, 1, 2)")
+    poll(lambda: ["violates unique constraint" in line for line in complaints()] == [True])
+    binding.binding_for(setup.app).close()
+
+
+@BOTH
 def test_shutting_down_ends_no_claim_of_what_is_still_queued(setup, history, claims):
     worker = setup.start_worker(concurrency=1)
     running = setup.module.work.delay("a", "go")

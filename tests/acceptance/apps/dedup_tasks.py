@@ -115,3 +115,14 @@ def plain(self, key, gate_name=None):
 @app.task
 def gather(results):
     return results
+
+
+@app.task(bind=True, base=LockedTask, dedup_key="hot:{key}", lock_key="hot:{key}", lock_retry_delay=(0.05, 0.2))
+def hot(self, key):
+    return _work(self, key)
+
+
+@app.task(bind=True)
+def publishing(self, key, queue):
+    result = hot.apply_async((key,), queue=queue)
+    record_task("published", self, key="duplicate" if result.duplicate else "new")
