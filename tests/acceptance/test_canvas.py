@@ -1,6 +1,8 @@
 """Workflows with a member whose lock is held: nothing waits for ever, and nothing that ended well becomes a failure."""
 
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +10,9 @@ import redis
 from celery import chain, chord, group
 from celery.exceptions import ChordError
 
-from celery_syncguard import InvalidKey, LockHeld, Skipped
+from celery_syncguard import SKIPPED, InvalidKey, LockHeld, Skipped
 from tests.acceptance.test_retries import NOTHING, rows_left
+from tests.fixtures.cluster import ROOT
 from tests.fixtures.polling import poll
 
 MODULE = "tests.acceptance.apps.locks_canvas"
@@ -216,6 +219,87 @@ def test_a_result_backend_that_looks_for_the_end_of_a_chord_finds_it(celery_setu
     assert free == "free"
     assert isinstance(chain(blocked, tasks.plain.s(tag="never")).apply_async().get(timeout=30), Skipped)
     setup.open_gate("release")
+
+
+@pytest.mark.parametrize(
+    ("broker", "backend"),
+    [("redis", "redis"), ("rabbitmq", "rpc"), ("redis", "database")],
+    indirect=["broker"],
+)
+def test_the_result_of_a_skipped_task_says_what_the_document_says(
+    celery_setup, broker, pg_dsn, history, tmp_path, backend
+):
+    """docs/skipped.md, where results are kept in different ways."""
+    urls = {"redis": broker.result_backend, "rpc": "rpc://", "database": f"db+sqlite:///{tmp_path}/results.sqlite"}
+    setup = celery_setup(MODULE, conf={"result_backend": urls[backend]})
+    worker = setup.start_worker(concurrency=2)
+    tasks = setup.module
+    holder = tasks.hold.delay("held")
+    history.wait_for("holds")
+    links = {"link": [tasks.linked.s(tag="link")], "link_error": [tasks.linked.s(tag="link_error")]}
+    blocked = tasks.step.s(key="held", tag="never").set(lock_on_held="skip", **links)
+
+    skipped = blocked.apply_async()
+    marker = skipped.get(timeout=30)
+    assert isinstance(marker, Skipped)
+    assert (marker.key, marker.task_id) == ("held", holder.id)
+    assert marker.holder.startswith(f"{tasks.hold.name}[{holder.id}] ")
+    assert 0 < marker.since < 60
+    assert skipped.state == SKIPPED == "SKIPPED"
+    assert skipped.result == skipped.get(timeout=30) == marker
+    assert skipped.ready()
+    assert not skipped.successful()
+    assert not skipped.failed()
+    assert skipped.traceback is None
+    worker.wait_for_log(rf"step\[{skipped.id}\] skipped: 'held' is held by")
+
+    # The control: a task that succeeds has its link called, after which those of the skipped one would have been.
+    plain = tasks.plain.s(tag="control").set(link=[tasks.linked.s(tag="control")]).apply_async()
+    assert plain.get(timeout=30) == "control"
+    assert plain.successful()
+    history.wait_for("linked")
+    assert [row.note for row in history.events("linked")] == ["control"]
+    setup.open_gate("release")
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_a_process_that_has_none_of_our_tasks_reads_a_skipped_result_when_it_is_told_of_the_state(held, broker):
+    skipped = held.tasks.step.s(key="held", tag="never").set(lock_on_held="skip").apply_async()
+    marker = skipped.get(timeout=30)
+    program = """
+import sys
+from celery import Celery
+if sys.argv[3:]:
+    import celery_syncguard.skipped
+    celery_syncguard.skipped.register()
+result = Celery(backend=sys.argv[1]).AsyncResult(sys.argv[2])
+print(result.ready(), result.state, result.get(timeout=5).holder)
+"""
+
+    def read(*register):
+        command = [sys.executable, "-c", program, broker.result_backend, skipped.id, *register]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    told = read("register")
+    assert told.stdout == f"True SKIPPED {marker.holder}\n", told.stderr
+    # The negative control.
+    assert read().returncode != 0
+    held.setup.open_gate("release")
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_an_eager_chain_gives_the_marker_of_a_skipped_step_to_the_next_one(held):
+    """case 79, eagerly, where it is Celery that calls the next step with what `get()` returns: see docs/skipped.md."""
+    blocked = held.tasks.step.s(key="held", tag="never").set(lock_on_held="skip")
+    result = chain(held.tasks.plain.s(tag="before"), blocked).apply()
+    assert result.state == SKIPPED
+    assert result.get().task_id == held.holder.id
+    seen = chain(blocked, held.tasks.told.s()).apply().get()
+    assert isinstance(seen, Skipped)
+    eager = chord([blocked, held.tasks.plain.s(tag="free")], held.tasks.collect.s(tag="all")).apply().get()
+    assert eager[0]["task_id"] == held.holder.id
+    assert eager[1] == "free"
+    held.setup.open_gate("release")
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
