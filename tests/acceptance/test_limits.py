@@ -140,3 +140,73 @@ def test_what_was_purged_or_revoked_while_no_worker_ran_blocks_nobody_for_longer
     setup.start_worker()
     assert again.get(timeout=30) == "purged"
     assert history.count("start", task_id=purged.id) == 0
+
+
+@pytest.mark.parametrize(
+    ("broker", "pool"),
+    [(broker, pool) for broker in ("redis", "rabbitmq") for pool in ("threads", "solo", "gevent")],
+    indirect=["broker"],
+)
+def test_what_was_revoked_or_expired_before_its_start_leaves_nothing_in_a_pool_without_processes(
+    celery_setup, broker, pg_dsn, history, pool
+):
+    """case 5, case 40. Both are scheduled, so that a worker has them when they end, and RabbitMQ does not drop one."""
+    setup = celery_setup(MODULE)
+    setup.start_worker(pool=pool, concurrency=2)
+    work = setup.module.work_deduplicated
+    revoked = work.apply_async(["revoked"], countdown=4)
+    expired = work.apply_async(["expired"], countdown=2, expires=1)
+    assert [work.delay(key).id for key in ("revoked", "expired")] == [revoked.id, expired.id]
+    assert rows_left(pg_dsn)["claims"] == 2  # for an hour
+    revoked.revoke()
+    poll(lambda: revoked.state == expired.state == "REVOKED", timeout=30)
+    poll(lambda: rows_left(pg_dsn) == NOTHING)
+    again = [work.delay(key) for key in ("revoked", "expired")]
+    assert not any(result.duplicate for result in again)
+    assert [result.get(timeout=30) for result in again] == ["revoked", "expired"]
+    assert {row.task_id for row in history.events("start")} == {result.id for result in again}
+    poll(lambda: rows_left(pg_dsn) == NOTHING)
+
+
+def test_a_greenlet_that_is_terminated_or_reaches_its_hard_limit_leaves_neither_lock_nor_claim(
+    celery_setup, broker, pg_dsn, history
+):
+    setup = celery_setup(MODULE)
+    setup.start_worker(pool="gevent", concurrency=4)
+    work = setup.module.work_deduplicated
+    terminated = work.delay("terminated", "never")
+    limited = work.apply_async(["limited", "never"], time_limit=2)
+    history.wait_for("start", count=2)
+    terminated.revoke(terminate=True)
+    poll(lambda: terminated.state == "REVOKED", timeout=30)
+    with pytest.raises(TimeLimitExceeded):
+        limited.get(timeout=30)
+    poll(lambda: rows_left(pg_dsn)["locks"] == rows_left(pg_dsn)["claims"] == 0)
+    assert [work.delay(key).get(timeout=30) for key in ("terminated", "limited")] == ["terminated", "limited"]
+
+
+@pytest.mark.parametrize(
+    ("broker", "pool"),
+    [(broker, pool) for broker in ("redis", "rabbitmq") for pool in ("threads", "solo")],
+    indirect=["broker"],
+)
+def test_a_body_that_celery_can_neither_limit_nor_terminate_keeps_its_lock_until_it_ends(
+    celery_setup, broker, pg_dsn, history, pool
+):
+    """Threads cannot be killed: Celery ignores the limits and refuses to terminate. The body runs on, so it is covered."""
+    setup = celery_setup(MODULE)
+    worker = setup.start_worker(pool=pool, concurrency=2)
+    work = setup.module.work_deduplicated
+    result = work.apply_async(["a", "go"], time_limit=2, soft_time_limit=1)
+    (body,) = history.wait_for("start")
+    result.revoke(terminate=True)
+    if pool == "threads":
+        worker.wait_for_log("does not implement kill_job")
+    with SyncGuard(pg_dsn) as guard:
+        poll(lambda: guard.inspect("a").since > 3)
+        assert guard.inspect("a").fence == body.fence
+    assert work.delay("a").id == result.id
+    setup.open_gate("go")
+    history.wait_for("end", task_id=result.id)
+    poll(lambda: rows_left(pg_dsn)["locks"] == rows_left(pg_dsn)["claims"] == 0)
+    assert worker.alive
