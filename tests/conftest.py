@@ -37,6 +37,9 @@ _NEEDS = {
     "pgbouncer": "pgbouncer",
 }
 
+# Through which of them applications reach PostgreSQL, perhaps by way of a pooler.
+_TO_APPS = {"celery_setup", "app_dsn", "private_app_dsn", "empty_app_dsn", "app_proxy", "app_tls_proxy"}
+
 # Whether applications are led through a pooler.
 POOLED = os.environ.get("SYNCGUARD_TEST_PGBOUNCER", "") not in ("", "0")
 
@@ -103,7 +106,7 @@ def _servers_of(item: pytest.Item) -> set[str]:
     for fixture in ("broker", "private_broker"):
         if fixture in parameters:
             names |= {parameters[fixture], "redis"}  # results go to Redis with either broker
-    if POOLED and "celery_setup" in getattr(item, "fixturenames", ()):
+    if POOLED and _TO_APPS.intersection(getattr(item, "fixturenames", ())):
         names.add("pgbouncer")
     return names
 
@@ -179,6 +182,14 @@ def app_dsn(request: pytest.FixtureRequest, pg_dsn: str) -> str:
 
 
 @pytest.fixture
+def empty_app_dsn(request: pytest.FixtureRequest, empty_dsn: str) -> str:
+    """As `app_dsn`, for `empty_dsn`."""
+    if not POOLED:
+        return empty_dsn
+    return str(request.getfixturevalue("pgbouncer").dsn(empty_dsn.rpartition("/")[2]))
+
+
+@pytest.fixture
 def private_app_dsn(private_pg: servers.PostgresServer, private_dsn: str) -> Iterator[str]:
     """As `app_dsn`, for `private_dsn`."""
     if not POOLED:
@@ -186,6 +197,19 @@ def private_app_dsn(private_pg: servers.PostgresServer, private_dsn: str) -> Ite
         return
     with servers.PgBouncer(upstream_port=private_pg.port) as pooler:
         yield pooler.dsn("syncguard")
+
+
+def _port_for_apps(request: pytest.FixtureRequest, pg_server: servers.PostgresServer | servers.GivenPostgres) -> int:
+    return int(request.getfixturevalue("pgbouncer").port) if POOLED else pg_server.port
+
+
+@pytest.fixture
+def app_proxy(
+    request: pytest.FixtureRequest, pg_server: servers.PostgresServer | servers.GivenPostgres
+) -> Iterator[Proxy]:
+    """As `pg_proxy`, in front of what applications reach, perhaps a pooler: `app_proxy.dsn(app_dsn)`."""
+    with Proxy(_port_for_apps(request, pg_server)) as proxy:
+        yield proxy
 
 
 @pytest.fixture
@@ -324,9 +348,22 @@ def celery_setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sta
 @pytest.fixture
 def tls_proxy(pg_server: servers.PostgresServer) -> Iterator[Proxy]:
     """A proxy in front of `pg_server` that speaks TLS with its clients: `tls_proxy.dsn(pg_dsn) + "?sslmode=require"`."""
+    with Proxy(pg_server.port, tls=_tls_context()) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def app_tls_proxy(
+    request: pytest.FixtureRequest, pg_server: servers.PostgresServer | servers.GivenPostgres
+) -> Iterator[Proxy]:
+    """As `tls_proxy`, in front of what applications reach, perhaps a pooler: `app_tls_proxy.dsn(app_dsn) + "?…"`."""
+    with Proxy(_port_for_apps(request, pg_server), tls=_tls_context()) as proxy:
+        yield proxy
+
+
+def _tls_context() -> ssl.SSLContext:
     import trustme
 
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     trustme.CA().issue_cert("localhost").configure_cert(context)
-    with Proxy(pg_server.port, tls=context) as proxy:
-        yield proxy
+    return context

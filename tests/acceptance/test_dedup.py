@@ -511,15 +511,17 @@ def test_a_duplicate_member_of_a_chord_runs_because_the_body_waits_for_it(setup,
 
 
 @BOTH
-def test_a_step_is_sent_without_its_claim_while_the_database_is_away(celery_setup, broker, pg_proxy, pg_dsn, history):
+def test_a_step_is_sent_without_its_claim_while_the_database_is_away(
+    celery_setup, broker, app_proxy, app_dsn, pg_dsn, history
+):
     """Its parent has ended well and stays so; a publisher of its own accord gets an error instead."""
     setup = celery_setup(
-        MODULE, broker=broker, dsn=pg_proxy.dsn(pg_dsn), history_dsn=pg_dsn, conf={"syncguard_timeout": 0.5}
+        MODULE, broker=broker, dsn=app_proxy.dsn(app_dsn), history_dsn=pg_dsn, conf={"syncguard_timeout": 0.5}
     )
     worker = setup.start_worker()
     result = chain(setup.module.plain.si("head", "go"), setup.module.work.si("step")).apply_async()
     history.wait_for("start", key="head")
-    pg_proxy.refuse()
+    app_proxy.refuse()
     setup.open_gate("go")
     history.wait_for("end", key="step")
     assert result.get(timeout=30) == "step"
@@ -527,7 +529,7 @@ def test_a_step_is_sent_without_its_claim_while_the_database_is_away(celery_setu
     worker.wait_for_log("is sent without its claim")
     with pytest.raises(StoreUnavailable):
         setup.module.work.delay("other")
-    pg_proxy.accept()
+    app_proxy.accept()
 
 
 @BOTH

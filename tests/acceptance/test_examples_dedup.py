@@ -40,10 +40,10 @@ def commands(example):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", EXPECTED)
-def test_an_example_runs_as_its_readme_says(example, empty_dsn, redis_db, tmp_path):
+def test_an_example_runs_as_its_readme_says(example, empty_app_dsn, redis_db, tmp_path):
     export, migrate, worker, try_it = commands(example)
     variables = dict(pair.split("=") for pair in export.removeprefix("export ").split())
-    servers = {"SYNCGUARD_DSN": empty_dsn, "BROKER_URL": redis_db, "RESULT_BACKEND": redis_db}
+    servers = {"SYNCGUARD_DSN": empty_app_dsn, "BROKER_URL": redis_db, "RESULT_BACKEND": redis_db}
     assert variables.keys() == servers.keys()
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1", **servers}

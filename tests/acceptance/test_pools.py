@@ -90,10 +90,10 @@ def test_connections_are_two_per_process_at_most_and_none_when_idle(
 
 @BOTH
 def test_eight_children_of_a_connected_parent_have_sessions_of_their_own(
-    celery_setup, broker, pg_dsn, tls_proxy, history
+    celery_setup, broker, pg_dsn, app_dsn, app_tls_proxy, history
 ):
     """case 84, over TLS: the parent took a lock and opened a connection before it forked."""
-    dsn = tls_proxy.dsn(pg_dsn) + "?sslmode=require"
+    dsn = app_tls_proxy.dsn(app_dsn) + "?sslmode=require"
     environment = {"SYNCGUARD_TEST_PARENT_DSN": dsn, "SYNCGUARD_TEST_NODE": "worker"}
     setup = celery_setup(APP, dsn=dsn, environment={"SYNCGUARD_TEST_NODE": "test"})
     worker = setup.start_worker(concurrency=8, environment=environment)
@@ -159,20 +159,20 @@ def test_a_workers_processes_stay_flat_over_thousands_of_tasks_half_of_which_fai
         assert guard.locks() == []
 
 
-def test_a_thousand_waiters_for_one_key_cost_the_database_no_more_than_one(pg_dsn, pg_proxy):
+def test_a_thousand_waiters_for_one_key_cost_the_database_no_more_than_one(app_dsn, app_proxy):
     """case 91."""
-    with SyncGuard(pg_proxy.dsn(pg_dsn)) as guard:
+    with SyncGuard(app_proxy.dsn(app_dsn)) as guard:
         with guard.hold("a"):
             threads = [threading.Thread(target=wait_for, args=(guard, "a")) for _ in range(1000)]
             queue = guard._turns._queues
             threads[0].start()
             poll(lambda: len(queue.get("a", ())) == 1)
-            before = pg_proxy.requests
+            before = app_proxy.requests
             for thread in threads[1:]:
                 thread.start()
             poll(lambda: len(queue.get("a", ())) == 1000, timeout=30)
             # The first looks a few times a second, and none of the others does.
-            assert pg_proxy.requests - before < 100
+            assert app_proxy.requests - before < 100
         for thread in threads:
             thread.join(60)
         assert not any(thread.is_alive() for thread in threads)

@@ -146,6 +146,7 @@ def test_work_waits_out_a_read_only_server(start, record, private_pg):
 
 
 @BOTH
+@pytest.mark.direct  # behind a pooler the slots are the pooler's, and it keeps those that it has
 def test_work_waits_out_a_server_without_a_free_slot(celery_setup, broker, pg_dsn, record):
     with PostgresServer(settings={"max_connections": 12}) as server:
         server.execute("create database syncguard")
@@ -179,13 +180,15 @@ def fill(server, dsn, slots):
 
 
 @BOTH
-def test_a_holder_cut_off_without_a_word_blocks_for_its_ttl_only(celery_setup, broker, pg_dsn, pg_proxy, history):
+def test_a_holder_cut_off_without_a_word_blocks_for_its_ttl_only(
+    celery_setup, broker, pg_dsn, app_dsn, app_proxy, history
+):
     """case 88: packets vanish, the connection stays open on both ends, and no FIN is ever seen."""
-    setup = celery_setup(APP, dsn=pg_proxy.dsn(pg_dsn), conf={"syncguard_timeout": 1.0})
+    setup = celery_setup(APP, dsn=app_proxy.dsn(app_dsn), conf={"syncguard_timeout": 1.0})
     setup.start_worker()
     setup.module.hold.delay("a", "go")
     (held,) = history.wait_for("start", key="a")
-    pg_proxy.stall()
+    app_proxy.stall()
     stalled_at = time.monotonic()
     with SyncGuard(pg_dsn) as guard:
         # The holder's own deadline comes first: it is told before anybody can take over.
@@ -195,8 +198,45 @@ def test_a_holder_cut_off_without_a_word_blocks_for_its_ttl_only(celery_setup, b
         history.record("start", key="a", note="successor")
         assert [event.event for event in history.events(key="a")][:2] == ["start", "lost"]
         successor.release()
-    pg_proxy.resume()
+    app_proxy.resume()
     assert setup.module.quick.delay("a").get(timeout=60) > successor.fence
+
+
+@BOTH
+def test_a_client_that_vanishes_while_its_acquire_runs_blocks_for_its_ttl_and_never_runs_on_that_grant(
+    celery_setup, broker, pg_dsn, app_dsn, app_proxy, history
+):
+    """case 88, while a statement is still running: the server grants what nobody hears of in time."""
+    setup = celery_setup(APP, dsn=app_proxy.dsn(app_dsn), conf={"syncguard_timeout": 1.0})
+    setup.start_worker(concurrency=1)
+    fence = setup.module.quick.delay("a").get(timeout=30)
+    with psycopg.connect(pg_dsn) as blocker, SyncGuard(pg_dsn) as guard:
+        blocker.execute("select pg_advisory_xact_lock(hashtext('a'))")
+        result = setup.module.quick.apply_async(("a",), {"seconds": 0.01}, lock_ttl=4)
+
+        def it_waits_in_the_server():
+            waiting = (
+                "select count(*) from pg_locks join pg_database d on d.oid = database"
+                " where locktype = 'advisory' and not granted and datname = current_database()"
+            )
+            return blocker.execute(waiting).fetchone()[0] == 1
+
+        poll(it_waits_in_the_server, timeout=30)
+        app_proxy.stall()
+        stalled_at = time.monotonic()
+        blocker.commit()
+        granted = poll(lambda: guard.inspect("a"))
+        assert granted.task_id == result.id
+        assert granted.fence > fence
+        successor = poll(lambda: guard.try_acquire("a"), timeout=20)
+        assert time.monotonic() - stalled_at < 4 + 5
+        app_proxy.resume()
+        # It is told of the grant now, when that is over, or has given up before; it does not run on it.
+        setup.worker.wait_for_log("comes? back")
+        assert history.count("start") == 0
+        assert successor.release()
+    assert result.get(timeout=60) > successor.fence
+    assert [row.fence > successor.fence for row in history.events("start")] == [True]
 
 
 @BOTH
