@@ -1,14 +1,18 @@
 """Shutting a worker down: renewal goes on until the last body ended, then everything is released (case 93)."""
 
 import signal
+import statistics
 import time
 
 import pytest
 
 from celery_syncguard import SyncGuard
+from tests.fixtures import gate
 from tests.fixtures.polling import poll
 
 APP = "tests.acceptance.apps.pools_bodies"
+LONG_LEASES = "tests.acceptance.apps.locks_bodies"
+WITHOUT_US = "tests.acceptance.apps.without_us"
 
 
 def with_pools(*pools):
@@ -16,7 +20,8 @@ def with_pools(*pools):
     return pytest.mark.parametrize(("broker", "pool"), cases, indirect=["broker"])
 
 
-#: Seconds that a busy machine may need on top of the second that we are allowed.
+#: Seconds that a busy machine may need on top of the second that we are allowed. What is ours of that is measured beside
+#: a worker that has nothing of ours, see the last test.
 LEEWAY = 9
 
 
@@ -89,10 +94,56 @@ def test_a_cold_shutdown_frees_what_it_cuts_off(celery_setup, broker, pg_dsn, hi
     freed(guard, history, at_ttl=(broker.kind, pool) == ("rabbitmq", "gevent"))
 
 
+@with_pools("prefork", "threads")  # not solo, where Celery waits in the very thread in which the body would go on
+def test_a_body_that_ends_during_a_soft_shutdown_is_covered_to_its_end_and_then_released(
+    celery_setup, broker, pg_dsn, history, guard, pool
+):
+    setup = celery_setup(APP, conf={"worker_soft_shutdown_timeout": 6})
+    worker = start_holding(setup, history, pool)
+    worker.signal(signal.SIGQUIT)
+    outlives_its_ttl(guard, "a")
+    setup.open_gate("go")
+    history.wait_for("end", key="a")
+    worker.wait_exit(timeout=30)
+    assert guard.locks() == []
+    assert history.count("lost") == 0
+
+
+@pytest.mark.parametrize("seconds", [0, 3])
+@pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
+def test_what_a_shutdown_puts_back_into_the_queue_runs_at_once_in_another_worker(
+    celery_setup, broker, pg_dsn, history, guard, seconds
+):
+    """`acks_late`, cold and soft: the ttl is a minute, so the lock is not free because it expired."""
+    setup = celery_setup(LONG_LEASES, conf={"worker_soft_shutdown_timeout": seconds})
+    worker = setup.start_worker(concurrency=1)
+    result = setup.module.work_late.delay("a", "go")
+    (first,) = history.wait_for("start", key="a")
+    other = setup.start_worker(concurrency=1)
+    worker.signal(signal.SIGQUIT)
+    signalled_at = time.monotonic()
+    (_, second) = history.wait_for("start", key="a", count=2)
+    assert time.monotonic() - signalled_at < seconds + 1 + LEEWAY
+    assert (second.task_id, second.attempt) == (first.task_id, first.attempt) == (result.id, 0)
+    assert second.fence > first.fence
+    assert second.pid in other.children()
+    worker.wait_exit(timeout=30)
+    setup.open_gate("go")
+    assert result.get(timeout=30) == "a"
+    assert [row.pid for row in history.events("end", key="a")] == [second.pid]
+    poll(lambda: not guard.locks())
+
+
 @pytest.mark.parametrize(
     ("broker", "pool", "seconds"),
     # Not gevent on RabbitMQ, see `freed`: there the worker ends or stays, depending on where the signal strikes.
-    [("redis", "threads", 0), ("rabbitmq", "threads", 0), ("redis", "gevent", 1)],
+    [
+        ("redis", "threads", 0),
+        ("rabbitmq", "threads", 0),
+        ("redis", "threads", 3),
+        ("rabbitmq", "threads", 3),
+        ("redis", "gevent", 1),
+    ],
     indirect=["broker"],
 )
 def test_a_body_that_celery_fails_to_cut_off_keeps_its_lock_until_it_ends(
@@ -128,6 +179,50 @@ def test_a_cold_shutdown_during_a_warm_one_frees_what_it_cuts_off(celery_setup, 
     worker.wait_exit(timeout=30)
     assert time.monotonic() - stopping_at < 1 + LEEWAY
     freed(guard, history, at_ttl=pool == "threads")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("broker", "pool", "signum"),
+    [
+        ("redis", "prefork", signal.SIGTERM),
+        ("redis", "prefork", signal.SIGQUIT),
+        ("rabbitmq", "prefork", signal.SIGTERM),
+        ("rabbitmq", "threads", signal.SIGTERM),
+    ],
+    indirect=["broker"],
+)
+def test_a_worker_ends_not_a_second_later_than_one_that_has_nothing_of_ours(
+    celery_setup, broker, second_queue, pg_dsn, history, tmp_path, pool, signum
+):
+    """By turns, three times each: from the end of the last body, or from the signal that cuts it off, to the exit."""
+    ours = celery_setup(APP)
+    folder = tmp_path / "without us"
+    folder.mkdir()
+    without_us = celery_setup(
+        WITHOUT_US,
+        folder=folder,
+        conf={"task_default_queue": second_queue},
+        environment={gate.FOLDER_VARIABLE: str(tmp_path)},
+    )
+    seconds = {ours: [], without_us: []}
+    for turn in range(3):
+        for setup in (ours, without_us):
+            key = f"{turn} {setup.module_name}"
+            worker = setup.start_worker(pool=pool, concurrency=1)
+            setup.module.hold.delay(key, key)
+            history.wait_for("start", key=key)
+            worker.signal(signum)
+            started_at = time.monotonic()
+            if signum == signal.SIGTERM:
+                worker.wait_for_log("Warm shutdown")
+                setup.open_gate(key)
+                history.wait_for("end", key=key)
+                started_at = time.monotonic()
+            worker.wait_exit(timeout=30)
+            seconds[setup].append(time.monotonic() - started_at)
+    assert statistics.median(seconds[ours]) - statistics.median(seconds[without_us]) < 1, list(seconds.values())
 
 
 def freed(guard, history, *, at_ttl=False):
