@@ -8,7 +8,9 @@ instant, the same on every machine, however late it is noticed. So:
     at the instant at which it would have come without the change (02:30 of the missing hour is 03:30 of the new time).
     When it is set back, a time that comes twice is due the first time only; but an entry for every hour (`hour="*"`)
     follows real time and is due in both passes;
-  * any other schedule (solar, relative, clocked, a class of yours) is asked through its `remaining_estimate`.
+  * a solar event is found by iteration, which ends some hundredths of a second apart for different beginnings. So it is
+    computed from a beginning that depends on the event alone, and rounded up to a whole second;
+  * any other schedule (relative, clocked, a class of yours) is asked through its `remaining_estimate`.
 
 Not here: state (`slots`), and what to do about slots that were missed (`beat` asks `choose`).
 """
@@ -21,7 +23,7 @@ from datetime import datetime, timedelta, timezone
 from datetime import time as time_of_day
 from typing import Any
 
-from celery.schedules import BaseSchedule, crontab, schedule
+from celery.schedules import BaseSchedule, crontab, schedule, solar
 
 __all__ = ["LATE", "MAX_MISSED", "choose", "describe", "due_between", "grid_start", "next_due"]
 
@@ -36,6 +38,10 @@ _DAYS_AHEAD = 41 * 366
 _SHORTEST = timedelta(milliseconds=1)
 _LOOK_BACK = tuple(timedelta(hours=hours) for hours in (1, 8, 72, 24 * 24, 200 * 24, 1600 * 24))
 _MANY = 10_000
+#: A solar event is computed from a full hour at least this long before it. Events of one kind are more than twice as far
+#: apart.
+_BEFORE_EVENT = timedelta(hours=6)
+_HOUR = timedelta(hours=1)
 
 
 def describe(plan: Any) -> str:
@@ -64,6 +70,8 @@ def next_due(plan: Any, after: datetime) -> datetime | None:
         return after + _every(plan)
     if _is_crontab(plan):
         return _next_of_crontab(plan, after)
+    if _is_solar(plan):
+        return _next_of_sun(plan, after)
     due = _ask(plan, after)
     return due if due > after else None
 
@@ -145,6 +153,26 @@ def _ask(plan: BaseSchedule, after: datetime) -> datetime:
     probe.nowfun = lambda: now
     left: timedelta = probe.remaining_estimate(after)
     return (now + left).astimezone(timezone.utc)
+
+
+def _is_solar(plan: Any) -> bool:
+    return isinstance(plan, solar) and type(plan).remaining_estimate is solar.remaining_estimate
+
+
+def _next_of_sun(plan: solar, after: datetime) -> datetime | None:
+    due = _event(plan, after)
+    if due <= after:
+        # The one that `after` is already; it was found once more, by a hair.
+        due = _event(plan, after + _HOUR)
+    return due if due > after else None
+
+
+def _event(plan: solar, after: datetime) -> datetime:
+    """The event after that instant, the same one however near the beginning is."""
+    beginning = _ask(plan, after) - _BEFORE_EVENT
+    exact = _ask(plan, beginning.replace(minute=0, second=0, microsecond=0))
+    whole = exact.replace(microsecond=0)
+    return whole if whole == exact else whole + timedelta(seconds=1)
 
 
 def _next_of_crontab(plan: crontab, after: datetime) -> datetime | None:

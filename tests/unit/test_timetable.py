@@ -4,7 +4,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 from celery import Celery
-from celery.schedules import crontab, schedule
+from celery.schedules import crontab, schedule, solar
 
 from celery_syncguard.timetable import MAX_MISSED, choose, describe, due_between, grid_start, next_due
 
@@ -112,8 +112,64 @@ def test_rare_days_are_found(fields):
     assert due.isoweekday() % 7 in plan.day_of_week
 
 
-def test_a_solar_schedule_is_asked_for_its_instants():
-    """Its own class needs an astronomy package; what is asked of it is `remaining_estimate`, as of any foreign class."""
+#: Places, and how many days of 2025 have that event there.
+SUN = [
+    ("sunrise", 48.86, 2.35, 365),
+    ("sunset", 1.35, 103.8, 365),
+    ("solar_noon", -0.18, -78.5, 365),
+    ("dusk_civil", -33.87, 151.2, 365),
+    ("dawn_astronomical", 60.17, 24.94, 242),  # not in summer
+    ("sunrise", 78.22, 15.65, 126),  # neither in the polar night nor in the polar day
+]
+
+
+def year_of(plan):
+    """Its slots, one after the other, each found from the last one."""
+    slots, due = [], next_due(plan, datetime(2025, 1, 1, tzinfo=UTC))
+    while due < datetime(2026, 1, 1, tzinfo=UTC):
+        slots.append(due)
+        due = next_due(plan, due)
+    return slots
+
+
+@pytest.mark.parametrize("event,latitude,longitude,days", SUN)
+def test_a_solar_event_is_one_slot_a_day_all_year(event, latitude, longitude, days):
+    slots = year_of(solar(event, latitude, longitude, app=Celery()))
+    assert len(slots) == days
+    assert min(after - before for before, after in zip(slots, slots[1:], strict=False)) > timedelta(hours=23)
+
+
+@pytest.mark.parametrize("event,latitude,longitude,days", SUN)
+def test_a_solar_event_is_the_same_slot_from_wherever_it_is_looked_for(event, latitude, longitude, days):
+    """Machines begin to count at different instants. The search behind it ends some hundredths of a second apart for them."""
+    plan = solar(event, latitude, longitude, app=Celery())
+    slots = year_of(plan)
+    apart = timedelta()
+    for before, slot in list(zip(slots, slots[1:], strict=False))[::5]:
+        looks = [before + timedelta(hours=hours, seconds=1) for hours in range(0, 23, 4)]
+        assert {next_due(plan, look) for look in looks} == {slot}
+        # The negative control: asked directly, as Celery does.
+        exact = [look + estimate(plan, look) for look in looks]
+        apart = max(apart, max(exact) - min(exact))
+        assert timedelta(seconds=-0.2) < slot - exact[-1] < timedelta(seconds=1.2)
+    assert apart > timedelta(milliseconds=10) or event == "solar_noon"  # which converges at once
+
+
+def estimate(plan, look):
+    asked = solar(plan.event, plan.lat, plan.lon, app=Celery(), nowfun=lambda: look)
+    return asked.remaining_estimate(look)
+
+
+def test_looking_back_over_solar_events_finds_each_of_them():
+    plan = solar("sunset", 48.86, 2.35, app=Celery())
+    slots = year_of(plan)
+    looked, more = due_between(plan, after=slots[0], now=slots[40] + timedelta(hours=2))
+    assert not more
+    assert looked == slots[1:41]
+
+
+def test_a_schedule_of_ones_own_is_asked_for_its_instants():
+    """What is asked of it is `remaining_estimate`, as of any foreign class."""
 
     class Sunrise(schedule):
         def remaining_estimate(self, last_run_at):
