@@ -1,13 +1,17 @@
-"""The commands about the leader: `leader`, `step-down` and `slots` of `celery syncguard`.
+"""The commands about the leader: `leader`, `step-down`, `slots` and `entries` of `celery syncguard`.
 
-They ask the database only, so they work from any machine; a probe inside a beat's container works for a standby too. Not
+They ask the database, so they work from any machine; a probe inside a beat's container works for a standby too. Only a
+leader that has not renewed is looked for on this machine also, since the database cannot know whether it is dead. Not
 here: the group that they belong to and what commands share (`cli`, `console`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from datetime import datetime
+import os
+import re
+import socket
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,19 +26,52 @@ __all__ = ["COMMANDS"]
 
 #: Seconds for which a leader may fail to send before it counts as unhealthy.
 _MAY_FAIL = 10.0
+#: Seconds for which nobody may lead, after the latest lease has ended, before that counts as unhealthy. Another beat leads
+#: within a second; the rest is for one that has to be started first.
+_MAY_BE_VACANT = 10.0
 
 
 def _key_option(command: Any) -> Any:
     return click.option("--key", help="Leader key; instead of the application's syncguard_leader_key.")(command)
 
 
-def _status(lock: LockRow | None, term: TermRow | None) -> dict[str, Any]:
-    """Who leads and how it does. `problem` is None while all is well."""
-    if lock is None:
-        facts: dict[str, Any] = {"leading": False, "problem": "nobody leads"}
-        if term is not None:
-            facts["last"] = {"term": term.term, "holder": term.holder, "seen_at": term.seen_at}
+def _runs_here(holder: str | None) -> bool:
+    """Whether the process that calls itself this runs on this machine, or in this container.
+
+    For a probe, which a wrong answer makes too strict or too patient for less than a ttl; nothing else is decided by it.
+    """
+    named = re.fullmatch(r".* on (\S+) pid (\d+)", holder or "", re.DOTALL)
+    if named is None or named[1] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(named[2]), 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
+
+
+def _vacancy(term: TermRow | None) -> dict[str, Any]:
+    """Nobody leads: for a moment that is how a takeover looks."""
+    facts: dict[str, Any] = {"leading": False, "problem": "nobody leads", "takeover": False}
+    if term is None:
+        # The first beat that reaches the database leads at once: there is none.
         return facts
+    facts["last"] = {"term": term.term, "holder": term.holder, "seen_at": term.seen_at}
+    # A leader gives a sign of life with every third of the ttl and renews as often, so its lease ended then at the latest.
+    ended_at = term.ended_at or term.seen_at + timedelta(seconds=term.ttl * 4 / 3)
+    if (term.now - ended_at).total_seconds() < _MAY_BE_VACANT:
+        facts.update(problem=None, takeover=True)
+    return facts
+
+
+def _status(lock: LockRow | None, term: TermRow | None, *, here: bool) -> dict[str, Any]:
+    """Who leads and how it does. `problem` is None while all is well; `takeover`: the leader seems to be gone, and another
+    one leads soon. `here`: the leader's process runs on this machine.
+    """
+    if lock is None:
+        return _vacancy(term)
     facts = {
         "leading": True,
         "holder": lock.holder,
@@ -45,6 +82,7 @@ def _status(lock: LockRow | None, term: TermRow | None) -> dict[str, Any]:
         "remaining": lock.remaining,
         "last_sent_at": None,
         "problem": None,
+        "takeover": False,
     }
     if term is None or term.term != lock.fence:
         if lock.since > _MAY_FAIL:
@@ -53,8 +91,11 @@ def _status(lock: LockRow | None, term: TermRow | None) -> dict[str, Any]:
     facts["last_sent_at"] = term.last_sent_at
     silent = (term.now - term.seen_at).total_seconds()
     if lock.remaining < term.ttl / 2:
-        # A renewal comes every third of the ttl.
-        facts["problem"] = f"the leader could not renew its lease, which ends in {duration(lock.remaining)}"
+        # A renewal comes every third of the ttl. Whose process runs here claims to lead and could not renew. Another one
+        # may be dead: its standbys wait for the end of its lease, and to restart them would only make that take longer.
+        if here:
+            facts["problem"] = f"the leader could not renew its lease, which ends in {duration(lock.remaining)}"
+        facts["takeover"] = not here
     elif term.failing_since is not None:
         failing = (term.now - term.failing_since).total_seconds()
         if failing > _MAY_FAIL:
@@ -67,7 +108,9 @@ def _status(lock: LockRow | None, term: TermRow | None) -> dict[str, Any]:
 @click.command()
 @_key_option
 @click.option(
-    "--healthy", is_flag=True, help="For probes: exit code 0 if a leader leads, renews and sends; 1 with the reason."
+    "--healthy",
+    is_flag=True,
+    help="For probes: exit code 0 if a leader leads, renews and sends, or another one takes over; 1 with the reason.",
 )
 @json_option
 @click.pass_context
@@ -75,7 +118,8 @@ def leader(ctx: click.Context, *, key: str | None, healthy: bool, json_wanted: b
     """Which beat leads, since when, until when.
 
     Standbys are not listed: they write nothing, so nobody knows them. With --healthy a standby's container is as healthy
-    as the leader that it stands by for, and a leader that claims to lead but could not renew is not.
+    as the leader that it stands by for, and healthy while it takes over from one that is gone; a leader that claims to
+    lead but could not renew is not healthy, where it runs.
     """
     from celery_syncguard.leadership import leader_lock_key
     from celery_syncguard.slots import open_slots
@@ -84,7 +128,7 @@ def leader(ctx: click.Context, *, key: str | None, healthy: bool, json_wanted: b
         key = key or guard.settings.leader_key
         lock = guard.inspect(leader_lock_key(key))
         terms = open_slots(guard.store, key).terms()
-    facts = _status(lock, terms[0] if terms else None)
+    facts = _status(lock, terms[0] if terms else None, here=lock is not None and _runs_here(lock.holder))
     if json_wanted:
         as_json({"key": key, **facts})
     elif lock is None:
@@ -92,6 +136,8 @@ def leader(ctx: click.Context, *, key: str | None, healthy: bool, json_wanted: b
         if "last" in facts:
             last = facts["last"]
             click.echo(f"last      {printable(last['holder'])}, term {last['term']}, seen {_instant(last['seen_at'])}")
+        if facts["takeover"]:
+            click.echo("notice    its lease has just ended; another beat leads soon, if there is one")
     else:
         click.echo(f"leader    {printable(lock.holder)}")
         click.echo(f"term      {lock.fence}")
@@ -100,6 +146,8 @@ def leader(ctx: click.Context, *, key: str | None, healthy: bool, json_wanted: b
         click.echo(f"last sent {_instant(facts['last_sent_at'])}")
         if facts["problem"]:
             click.echo(f"problem   {printable(facts['problem'])}")
+        if facts["takeover"]:
+            click.echo("notice    it has not renewed; if it is dead, another beat leads when its lease ends")
     if healthy and facts["problem"]:
         fail(facts["problem"])
 
@@ -158,8 +206,42 @@ def slots(ctx: click.Context, *, key: str | None, entry: str | None, limit: int,
     )
 
 
+@click.command()
+@_key_option
+@json_option
+@click.pass_context
+def entries(ctx: click.Context, *, key: str | None, json_wanted: bool) -> None:
+    """Where each entry of the schedule stands: how often it was sent, its last slot and its next one.
+
+    As of the leader's last claim: an entry that is new, or whose schedule was changed, has no next slot until it is sent.
+    """
+    from celery_syncguard.slots import open_slots
+
+    with target(ctx).guard() as guard:
+        rows = open_slots(guard.store, key or guard.settings.leader_key).entries()
+    if json_wanted:
+        as_json([dataclasses.asdict(row) for row in rows])
+        return
+    if not rows:
+        click.echo("no entries yet")
+        return
+    table(
+        ("ENTRY", "SCHEDULE", "RUNS", "LAST DUE", "NEXT DUE"),
+        [
+            (
+                row.entry,
+                row.schedule,
+                row.runs,
+                _instant(row.last_due_at),
+                "removed" if row.removed_at is not None else _instant(row.next_due_at),
+            )
+            for row in rows
+        ],
+    )
+
+
 def _instant(instant: datetime | None) -> str:
     return "-" if instant is None else instant.isoformat(timespec="milliseconds")
 
 
-COMMANDS = [leader, step_down, slots]
+COMMANDS = [leader, step_down, slots, entries]

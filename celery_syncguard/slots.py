@@ -25,7 +25,18 @@ from celery_syncguard.memory import MemoryStore
 from celery_syncguard.postgres import PostgresStore
 from celery_syncguard.store import LockStore
 
-__all__ = ["Claimed", "Entered", "EntryRow", "MemorySlots", "PostgresSlots", "Slot", "SlotRow", "Slots", "TermRow"]
+__all__ = [
+    "Claimed",
+    "Entered",
+    "EntryRow",
+    "EntryState",
+    "MemorySlots",
+    "PostgresSlots",
+    "Slot",
+    "SlotRow",
+    "Slots",
+    "TermRow",
+]
 
 _NAMESPACE = uuid.UUID("6f8f5c0e-3a0b-5d57-9a0c-0f6d2b1c7e55")
 
@@ -90,6 +101,20 @@ class SlotRow:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class EntryState:
+    """An entry as anybody sees it. `last_due_at`: its latest claimed slot, None before the first one. `next_due_at`: the
+    slot after that; None if it has none, or if its schedule has been changed since. `removed_at`: it left the schedule.
+    """
+
+    entry: str
+    schedule: str
+    runs: int
+    last_due_at: datetime | None
+    next_due_at: datetime | None
+    removed_at: datetime | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class TermRow:
     """One term as anybody sees it. `now` is the store's clock."""
 
@@ -131,6 +156,9 @@ class Slots(Protocol):
 
     def recent(self, *, entry: str | None = None, limit: int = 20) -> list[SlotRow]:
         """The latest slots, newest first."""
+
+    def entries(self) -> list[EntryState]:
+        """Where every entry stands, by name."""
 
     def terms(self, *, limit: int = 1) -> list[TermRow]:
         """The latest terms, newest first."""
@@ -242,6 +270,17 @@ class PostgresSlots:
             for name, due, task_id, term, claimed, sent, dropped in rows
         ]
 
+    def entries(self) -> list[EntryState]:
+        query = (
+            "SELECT e.entry, e.schedule, e.runs, e.last_due_at, e.since_at, e.next_due_at, e.removed_at "
+            f"FROM {self._prefix}syncguard_beat_entries e WHERE e.leader_key = %s ORDER BY e.entry"
+        ).encode()
+        rows = self._store.run(lambda conn: conn.execute(query, (self._key,)).fetchall())
+        return [
+            _state(name, EntryRow(schedule, _utc(last), _utc(since), runs), _maybe_utc(following), _maybe_utc(removed))
+            for name, schedule, runs, last, since, following, removed in rows
+        ]
+
     def terms(self, *, limit: int = 1) -> list[TermRow]:
         rows = self._rows("syncguard_beat_history(%s, %s)", (self._key, limit))
         return [
@@ -264,6 +303,18 @@ class PostgresSlots:
         return int(self._rows("syncguard_beat_prune(%s, %s)", (self._key, round(older * 1000)))[0][0])
 
 
+def _state(name: str, row: EntryRow, next_due_at: datetime | None, removed_at: datetime | None) -> EntryState:
+    return EntryState(
+        entry=name,
+        schedule=row.schedule,
+        runs=row.runs,
+        last_due_at=row.last_due_at if row.runs else None,
+        # The next slot is written with a claim. What was claimed before a change says nothing about the new schedule.
+        next_due_at=next_due_at if row.last_due_at > row.since_at else None,
+        removed_at=removed_at,
+    )
+
+
 def _utc(instant: datetime) -> datetime:
     return instant.astimezone(timezone.utc)
 
@@ -280,6 +331,7 @@ class MemorySlots:
         self._key = leader_key
         self._mutex = threading.Lock()
         self._entries: dict[str, EntryRow] = {}
+        self._next: dict[str, datetime | None] = {}
         self._removed: dict[str, datetime] = {}
         self._slots: dict[Slot, SlotRow] = {}
         self._terms: dict[int, TermRow] = {}
@@ -322,6 +374,7 @@ class MemorySlots:
             entry = self._entries.get(slot.entry) or EntryRow(schedule, slot.due_at, slot.due_at, 1)
             if entry.last_due_at < slot.due_at:
                 entry = dataclasses.replace(entry, last_due_at=slot.due_at, runs=entry.runs + 1)
+                self._next[slot.entry] = next_due_at
             self._entries[slot.entry] = entry
             return Claimed("claimed", now)
 
@@ -366,6 +419,13 @@ class MemorySlots:
         with self._mutex:
             rows = [row for row in self._slots.values() if entry in (None, row.entry)]
         return sorted(rows, key=lambda row: (row.claimed_at, row.due_at), reverse=True)[:limit]
+
+    def entries(self) -> list[EntryState]:
+        with self._mutex:
+            return [
+                _state(name, self._entries[name], self._next.get(name), self._removed.get(name))
+                for name in sorted(self._entries)
+            ]
 
     def terms(self, *, limit: int = 1) -> list[TermRow]:
         with self._mutex:

@@ -215,6 +215,39 @@ def test_an_entry_that_was_away_for_long_begins_afresh(pg_dsn):
         assert slots.enter(lease, {"a": TEXT}).entries["a"].since_at > before.since_at
 
 
+def test_an_entry_tells_its_last_slot_its_next_one_and_how_often_it_was_sent(guard, slots):
+    lease = elect(guard)
+    soon = datetime.now(timezone.utc) + timedelta(minutes=1)
+    slots.enter(lease, {"a": TEXT, "b": TEXT})
+    new = [(row.entry, row.runs, row.last_due_at, row.next_due_at) for row in slots.entries()]
+    assert new == [("a", 0, None, None), ("b", 0, None, None)]
+    for number in range(3):
+        due_at = soon + timedelta(seconds=10 * number)
+        slot, following = Slot("a", due_at), due_at + timedelta(seconds=10)
+        assert slots.claim(lease, slot, schedule=TEXT, next_due_at=following).outcome == "claimed"
+        slots.sent(slot, term=int(lease.fence))
+    row, _ = slots.entries()
+    assert (row.schedule, row.runs, row.last_due_at, row.next_due_at) == (TEXT, 3, due_at, following)
+    # A slot that is sent once more was counted before.
+    slots.claim(lease, slot, schedule=TEXT, next_due_at=None)
+    assert slots.entries()[0] == row
+
+
+def test_an_entry_whose_schedule_was_changed_has_no_next_slot_until_it_is_sent(guard, slots):
+    lease = elect(guard)
+    due_at = slots.enter(lease, {"a": TEXT, "b": TEXT}).now + timedelta(milliseconds=1)
+    slots.claim(lease, Slot("a", due_at), schedule=TEXT, next_due_at=due_at + timedelta(seconds=10))
+    poll(lambda: slots.enter(lease, {"a": TEXT, "b": TEXT}).now > due_at)
+    assert slots.entries()[0].next_due_at == due_at + timedelta(seconds=10)
+    slots.enter(lease, {"a": "every 99 s"})
+    changed, removed = slots.entries()
+    assert (changed.schedule, changed.runs, changed.last_due_at, changed.next_due_at) == ("every 99 s", 1, due_at, None)
+    assert removed.removed_at is not None
+    later = due_at + timedelta(seconds=99)
+    slots.claim(lease, Slot("a", later), schedule="every 99 s", next_due_at=later + timedelta(seconds=99))
+    assert slots.entries()[0].next_due_at == later + timedelta(seconds=99)
+
+
 def test_a_takeover_waits_for_a_claim_that_is_being_committed(pg_dsn):
     """case 48: between the proof and the commit nobody else can be elected, so no slot is claimed by two."""
     with SyncGuard(pg_dsn) as guard, psycopg.connect(pg_dsn) as conn:
