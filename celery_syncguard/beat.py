@@ -37,7 +37,7 @@ from celery_syncguard.errors import (
 from celery_syncguard.events import logger
 from celery_syncguard.leadership import Leadership
 from celery_syncguard.lease import Lease
-from celery_syncguard.sending import AGAIN, sending
+from celery_syncguard.sending import AGAIN, of_the_database, sending
 from celery_syncguard.slots import Slots, open_slots
 
 __all__ = ["LeaderScheduler"]
@@ -119,7 +119,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
 
     def sync(self) -> None:
         if self._leads():
-            self._attempt(self._inner.sync, "could not write back its schedule")
+            self._attempt(self._inner._do_sync, "could not write back its schedule")  # noqa: SLF001 - notes when it was
 
     def close(self) -> None:
         """Hand the leadership over. At once and within a second, when called by a signal handler in mid tick; then the
@@ -249,7 +249,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
 
     def _trouble(self, exc: Exception) -> float:
         self._failures += 1
-        expected = isinstance(exc, (OSError, OperationalError)) or type(exc).__module__.startswith("django.db")
+        expected = isinstance(exc, (OSError, OperationalError)) or of_the_database(exc)
         logger.error(
             "the schedule failed and will be tried again: %s: %s",
             type(exc).__name__,

@@ -26,7 +26,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from celery import beat
@@ -51,12 +51,15 @@ from celery_syncguard.lease import Lease
 from celery_syncguard.slots import Slot, Slots
 from celery_syncguard.timetable import choose, describe, due_between, grid_start, next_due, once_only
 
-__all__ = ["AGAIN", "sending", "undisturbed"]
+__all__ = ["AGAIN", "of_the_database", "sending", "undisturbed"]
 
 #: Seconds after which the leader tries again what the database or the broker refused, at first and at most.
 AGAIN = (0.2, 5.0)
 #: Seconds without an answer after which a broker counts as down.
 _BROKER_PATIENCE = 10.0
+
+#: More than there is between two slots of any schedule: the longest are the years between two 29ths of February.
+_LONG_AGO = timedelta(days=3000)
 
 _OPTION = "syncguard_catch_up"
 
@@ -69,6 +72,7 @@ class _Place:
     runs: int
     counted: datetime  # slots up to here have been looked at
     since: datetime  # slots up to here are nobody's to send
+    claimed: datetime  # the latest slot that anybody claimed
     planned: bool = False
     next_due: datetime | None = None
     pending: list[datetime] = dataclasses.field(default_factory=list)  # due and to be sent, in order
@@ -92,7 +96,7 @@ def sending(inner: type) -> type:
     found = _classes.get(inner)
     if found is None:
         bases = [_SlotSending, inner]
-        if hasattr(inner, "all_as_schedule"):
+        if any(base.__module__.startswith("django_celery_beat.") for base in inner.__mro__):
             from celery_syncguard.django_schedule import SeesEdits
 
             bases.insert(1, SeesEdits)
@@ -110,6 +114,7 @@ class _SlotSending:
     Producer: Any
 
     failure: str | None = None
+    _in_slot = False
     _lease: Lease
     _slots: Slots
     _rule: str
@@ -125,7 +130,6 @@ class _SlotSending:
         self._lease, self._slots, self._rule, self._leader_key = lease, slots, rule, leader_key
         self._places: dict[str, _Place] = {}
         self._clock: tuple[datetime, float] | None = None
-        self._in_slot = False
         self._problem: BaseException | None = None
         self._quiet_until = 0.0
         self._broker_failures = 0
@@ -190,7 +194,9 @@ class _SlotSending:
             return self.is_due(entry)
         except SyncGuardError:
             raise
-        except Exception:  # one entry that cannot be understood must not stop the others  # noqa: BLE001
+        except Exception as exc:  # one entry that cannot be understood must not stop the others
+            if of_the_database(exc):
+                raise
             logger.exception("cannot tell when %r is due, trying again later", entry.name)
             return False, self.max_interval
 
@@ -215,6 +221,7 @@ class _SlotSending:
                     runs=row.runs,
                     counted=row.last_due_at,
                     since=row.since_at,
+                    claimed=row.last_due_at,
                     pending=sorted(unsent),
                     unsent=unsent,
                 )
@@ -299,14 +306,28 @@ class _SlotSending:
         every = getattr(entry.schedule, "run_every", None)
         # Seen from here, its schedule is due at the pending slot.
         entry.last_run_at = place.pending[0] - (every if isinstance(every, timedelta) else timedelta(seconds=1))
-        if not hasattr(entry, "model"):
+        if place.pending[0] > datetime.now(timezone.utc):
+            # This machine's clock, by which the entry's own class judges, is behind the database's.
+            entry.last_run_at -= _LONG_AGO
+        model = getattr(entry, "model", None)
+        if model is None:
             entry.total_run_count = place.runs
+        elif self._ran_already(model, place):
+            model.total_run_count = place.runs
         ours = type(entry).is_due is beat.ScheduleEntry.is_due
         own = not ours or super().is_due.__func__ is not beat.Scheduler.is_due  # type: ignore[misc]
         if not own:
             return True, 0.0
         due, delay = super().is_due(entry)  # type: ignore[misc]
         return bool(due), self.max_interval if delay is None else float(delay)
+
+    def _ran_already(self, model: Any, place: _Place) -> bool:
+        """Whether a one-off entry was sent by a leader that died before the row said so. A row that was written since then
+        is another wish: somebody wants it once more.
+        """
+        if not getattr(model, "one_off", False) or model.total_run_count or not place.runs:
+            return False
+        return bool(place.pending[0] > place.claimed >= model.date_changed)
 
     def _rule_of(self, entry: Any) -> str:
         options = entry.options or {}
@@ -358,6 +379,7 @@ class _SlotSending:
         place.pending = rest
         place.unsent.discard(slot.due_at)
         place.runs += 1
+        place.claimed = max(place.claimed, slot.due_at)
         place.refusals = 0
         if problem is not None:
             return
@@ -371,6 +393,10 @@ class _SlotSending:
     def _take_problem(self) -> BaseException | None:
         problem, self._problem = self._problem, None
         return problem
+
+    def should_sync(self) -> bool:
+        # Celery asks right after publishing. Nothing that takes time, or fails, may come between that and the mark.
+        return not self._in_slot and bool(super().should_sync())  # type: ignore[misc]
 
     def apply_async(self, entry: Any, producer: Any = None, advance: bool = True, **kwargs: Any) -> Any:  # noqa: FBT002
         if not self._in_slot:
@@ -475,6 +501,11 @@ class _SlotSending:
 
         producer.publish = publish_as_leader
         return producer
+
+
+def of_the_database(exc: BaseException) -> bool:
+    """Whether a schedule in Django's database cannot be asked now, which is no fault of its code."""
+    return type(exc).__module__.startswith("django.db")
 
 
 def _storable(name: str) -> bool:

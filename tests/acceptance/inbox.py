@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -24,6 +24,7 @@ class Message:
     at: float
     due_at: datetime | None
     term: int | None
+    headers: dict[str, Any] = field(default_factory=dict)
 
     @property
     def slot(self) -> tuple[str, datetime | None]:
@@ -119,5 +120,6 @@ class Inbox:
                 at=time.monotonic(),
                 due_at=datetime.fromisoformat(due_at) if due_at else None,
                 term=headers.get("syncguard_term"),
+                headers=headers,
             )
         )

@@ -99,6 +99,21 @@ def test_a_setting_that_cannot_be_meant_ends_beat_at_its_start(conf):
         LeaderScheduler(app=app, lazy=True)
 
 
+def test_by_default_a_leadership_lasts_fifteen_seconds_and_is_renewed_every_five(scheduler, monkeypatch):
+    app = make_app({"a": every(10)}, syncguard_leader_ttl=None)
+    one = lead(scheduler(app))
+    assert one.leadership.ttl == 15.0
+    assert one._term.ttl == 15.0
+    sent_at = []
+    store = one._guard.store
+    right = store.renew
+    monkeypatch.setattr(store, "renew", lambda renewals: sent_at.append(clock.now()) or right(renewals))
+    elected_at = clock.now()
+    poll(lambda: len(sent_at) >= 2, timeout=15)
+    pauses = [after - before for before, after in zip([elected_at, *sent_at], sent_at, strict=False)]
+    assert all(3.5 < pause < 7 for pause in pauses), pauses  # with jitter, never later than 5 s but for a busy machine
+
+
 def test_slots_lie_on_a_grid_whatever_the_ticks_do(scheduler, monkeypatch):
     hand = Clock(monkeypatch)
     one = lead(scheduler(make_app({"a": every(10)}, syncguard_catch_up="all")))
@@ -165,6 +180,38 @@ def test_a_message_that_can_never_be_sent_is_given_up_loudly_and_alone(scheduler
     poll(lambda: one.tick() is not None and "'bad' cannot be sent" in caplog.text)
     (row,) = one._slots.recent(entry="bad")
     assert row.dropped_at is not None
+
+
+class CannotWrite(beat.Scheduler):
+    """Its disk is full."""
+
+    def sync(self):
+        raise OSError("no space left")
+
+
+def test_a_schedule_that_cannot_be_written_back_costs_no_slot_and_makes_no_copy(scheduler, monkeypatch, caplog):
+    """Celery writes it right after publishing, where a failure looks as if the message had not gone out."""
+    hand = Clock(monkeypatch)
+    app = make_app({"a": every(10)}, syncguard_beat_scheduler=CannotWrite, syncguard_leader_ttl=3600, beat_sync_every=1)
+    one = lead(scheduler(app))
+    published = []
+    right = one._inner.producer.publish
+
+    def publish(*args, **kwargs):
+        published.append(kwargs["headers"]["id"])
+        return right(*args, **kwargs)
+
+    one._inner.producer.publish = publish
+    for _ in range(3):
+        hand.ahead += 10
+        count = len(sent(one))
+        poll(lambda count=count: one.tick() is not None and len(sent(one)) > count)
+        assert one.should_sync()
+        one.sync()
+        assert not one.should_sync()
+    assert len(published) == len(set(published)) == len(sent(one)) == 3
+    assert "could not write back its schedule: OSError" in caplog.text
+    assert "does not answer" not in caplog.text
 
 
 @pytest.mark.parametrize("within,hours", [(None, 3), (3700, 1), (30, 0)])

@@ -1,0 +1,280 @@
+"""Beat's scheduler ticks in one process, with time that passes as fast as it can. Run as a program by tests.
+
+    python -m tests.integration.beat_ticks memory {plain,django} TICKS
+    python -m tests.integration.beat_ticks edits ROUNDS {locked,unlocked}
+    python -m tests.integration.beat_ticks cuts ROUNDS {kept,forgotten}
+
+"memory" counts objects and bytes while slots are sent and the schedule changes. "edits" changes a row of the schedule
+between the claim of a slot and the writing of that row, and once more while it is being written; "unlocked" takes our lock
+of the row away, and has to show the fault. "cuts" ends the connection over which the row is about to be written; "forgotten"
+does without our way of writing it, and has to show the fault. Prints what happened as JSON. A program of its own, since Django is set up
+once per process, and since the memory of a process that has run other tests says little.
+"""
+
+import gc
+import json
+import logging
+import os
+import sys
+import threading
+from datetime import timedelta
+
+import psutil
+import psycopg
+from celery import Celery
+from celery.signals import before_task_publish
+
+from celery_syncguard import clock
+from celery_syncguard.beat import LeaderScheduler
+from tests.fixtures.polling import poll
+
+
+class Hand:
+    """Moves the local clock and the store's. The machine's own, which django-celery-beat looks at, stays behind."""
+
+    def __init__(self):
+        self.ahead = 0.0
+        right_now, right_wall = clock.now, clock.wall_ms
+        clock.now = lambda: right_now() + self.ahead
+        clock.wall_ms = lambda: right_wall() + int(self.ahead * 1000)
+
+
+def set_up_django(database):
+    import django
+    from django.conf import settings
+    from django.core.management import call_command
+
+    settings.configure(
+        DATABASES={"default": database},
+        INSTALLED_APPS=["django.contrib.contenttypes", "django_celery_beat"],
+        DEFAULT_AUTO_FIELD="django.db.models.AutoField",
+        USE_TZ=True,
+    )
+    django.setup()
+    call_command("migrate", verbosity=0)
+
+
+def add_row(name, seconds):
+    from django_celery_beat.models import IntervalSchedule, PeriodicTask
+
+    every, _ = IntervalSchedule.objects.get_or_create(every=seconds, period="seconds")
+    PeriodicTask.objects.create(name=name, task="note", interval=every)
+
+
+def make_app(**conf):
+    app = Celery("beat", broker="memory://", set_as_current=False)
+    app.conf.update({"syncguard_dsn": "memory://", "syncguard_leader_ttl": 3600, **conf})
+
+    @app.task(name="note", shared=False)
+    def note(*_):
+        """Never runs here."""
+
+    return app
+
+
+def lead(app):
+    one = LeaderScheduler(app=app, max_interval=None, lazy=False)
+    poll(lambda: one.tick() is not None and one._inner is not None and one._inner._heap is not None)
+    return one
+
+
+# Memory
+
+
+def tick_many(inside, ticks):
+    hand = Hand()
+    if inside == "django":
+        set_up_django({"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"})
+        add_row("a", 1)
+        add_row("b", 7)
+        app = make_app(syncguard_beat_scheduler="django")
+    else:
+        schedule = {
+            name: {"task": "note", "schedule": timedelta(seconds=every)} for name, every in (("a", 1), ("b", 7))
+        }
+        app = make_app(beat_schedule=schedule)
+    one = lead(app)
+    changes = 0
+
+    def change(number):
+        """The interval of one entry is changed, and another entry comes and goes."""
+        nonlocal changes
+        changes += 1
+        if inside == "django":
+            from django_celery_beat.models import IntervalSchedule, PeriodicTask
+
+            every, _ = IntervalSchedule.objects.get_or_create(every=7 + number % 3, period="seconds")
+            PeriodicTask.objects.filter(name="b").update(interval=every)
+            if number % 2:
+                add_row("c", 11)
+            else:
+                PeriodicTask.objects.filter(name="c").delete()
+            return
+        schedule = one._inner.schedule
+        schedule["b"] = one._inner.Entry(name="b", task="note", schedule=timedelta(seconds=7 + number % 3), app=app)
+        if number % 2:
+            schedule["c"] = one._inner.Entry(name="c", task="note", schedule=timedelta(seconds=11), app=app)
+        else:
+            schedule.pop("c", None)
+
+    def work(count):
+        """So many ticks; afterwards, objects and megabytes."""
+        for number in range(count):
+            hand.ahead += 0.5
+            one.tick()
+            if number % 100 == 0 and one._inner is not None:
+                change(number // 100)
+            if number % 1000 == 0:
+                one._retire()  # the end of a term
+            if number % 200 == 0:
+                one._slots.prune(older=5.0)
+                app.connection_for_write().default_channel.queue_purge("celery")
+            if number % 500 == 0 and one._term is not None:
+                one._guard._renewer.renew_now(one._term)
+        gc.collect()
+        return len(gc.get_objects()), psutil.Process().memory_info().rss / 2**20
+
+    work(ticks // 10)
+    before = work(ticks // 10)
+    half = work(ticks * 4 // 10)
+    after = work(ticks * 4 // 10)
+    sent = one._slots.entries()
+    one.close()
+    return {
+        "objects": [before[0], half[0], after[0]],
+        "megabytes": [before[1], half[1], after[1]],
+        "changes": changes,
+        "runs": {row.entry: row.runs for row in sent},
+    }
+
+
+# Edits and cuts
+
+
+def lead_busy(dsn):
+    """A beat that leads and has an entry with a slot in every tick, all in PostgreSQL."""
+    from psycopg.conninfo import conninfo_to_dict
+
+    facts = conninfo_to_dict(dsn)
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        # Nothing here is about a crash, and half of the time would be waiting for the disk.
+        conn.execute(f"alter database {facts['dbname']} set synchronous_commit to off")
+    set_up_django(
+        {
+            "ENGINE": "django.db.backends.postgresql",
+            "NAME": facts["dbname"],
+            "USER": facts["user"],
+            "HOST": facts["host"],
+            "PORT": facts["port"],
+            "CONN_MAX_AGE": None,  # or a new connection would take most of the time
+        }
+    )
+    from django_celery_beat.models import IntervalSchedule, PeriodicTask
+
+    every = IntervalSchedule.objects.create(every=1000, period="microseconds")
+    PeriodicTask.objects.create(name="busy", task="note", interval=every)
+    app = make_app(
+        syncguard_dsn=dsn, syncguard_beat_scheduler="django", syncguard_leader_ttl=60, beat_max_loop_interval=1
+    )
+    return lead(app)
+
+
+def send_one(one, ids):
+    count = len(ids)
+    poll(lambda: one.tick() is not None and len(ids) > count, interval=0.0005)
+
+
+def edit_while_saving(dsn, rounds, protection):
+    one = lead_busy(dsn)
+    from django.db.models import signals
+    from django_celery_beat.models import PeriodicTask
+
+    from celery_syncguard.django_schedule import SeesEdits
+
+    if protection == "unlocked":
+        SeesEdits._save = lambda self, entry: entry.save()
+    editor = psycopg.connect(dsn, autocommit=True)
+    watcher = psycopg.connect(dsn, autocommit=True)
+    editor_pid = editor.info.backend_pid
+    number = 0
+    ids, writers = [], []
+
+    def edit(column, value):
+        editor.execute(
+            f"update django_celery_beat_periodictask set {column} = %s where name = 'busy'", (json.dumps([value]),)
+        )
+
+    def waits():
+        query = "select wait_event_type from pg_stat_activity where pid = %s"
+        return watcher.execute(query, (editor_pid,)).fetchone() == ("Lock",)
+
+    def published(headers=None, **_):
+        ids.append(headers["id"])
+        edit("args", number)  # between the claim and the mark
+
+    def saving(instance=None, **_):
+        if instance.name != "busy" or writers:
+            return
+        # Between the reading of the row and its writing: done at once, or waiting until it is written.
+        writers.append(threading.Thread(target=edit, args=("description", number)))
+        writers[0].start()
+        poll(lambda: not writers[0].is_alive() or waits(), interval=0.001)
+
+    before_task_publish.connect(published, weak=False)
+    signals.pre_save.connect(saving, sender=PeriodicTask, weak=False)
+    lost = {"args": 0, "description": 0}
+    for number in range(1, rounds + 1):
+        send_one(one, ids)
+        one.sync()
+        assert writers, "the row was not saved"
+        writers.pop().join(10)
+        row = watcher.execute("select args, description from django_celery_beat_periodictask where name = 'busy'")
+        for column, value in zip(lost, row.fetchone(), strict=True):
+            lost[column] += json.loads(value or "[0]") != [number]
+    signals.pre_save.disconnect(saving, sender=PeriodicTask)
+    poll(lambda: one.tick() is not None and one._inner.schedule["busy"].args == [rounds], timeout=5)
+    slots = watcher.execute("select count(*), count(distinct due_at) from syncguard_beat_slots").fetchone()
+    one.close()
+    return {"lost": lost, "messages": len(ids), "tasks": len(set(ids)), "slots": slots}
+
+
+def cut_while_saving(dsn, rounds, protection):
+    one = lead_busy(dsn)
+    from django.db import connection
+
+    from celery_syncguard.django_schedule import SeesEdits
+
+    if protection == "forgotten":
+        del SeesEdits.sync
+    watcher = psycopg.connect(dsn, autocommit=True)
+    ids = []
+    before_task_publish.connect(lambda headers=None, **_: ids.append(headers["id"]), weak=False)
+
+    def runs():
+        row = watcher.execute("select total_run_count from django_celery_beat_periodictask where name = 'busy'")
+        return row.fetchone()[0]
+
+    one.sync()
+    before = runs()
+    seen = {"cuts": 0, "not written": 0}
+    for _ in range(rounds):
+        send_one(one, ids)
+        connection.ensure_connection()
+        pid = connection.connection.info.backend_pid
+        seen["cuts"] += watcher.execute("select pg_terminate_backend(%s, 5000)", (pid,)).fetchone() == (True,)
+        one.sync()  # which finds that out
+        one.sync()
+        seen["not written"] += runs() != before + len(ids)
+    one.close()
+    return seen
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    what, *arguments = sys.argv[1:]
+    if what == "memory":
+        seen = tick_many(arguments[0], int(arguments[1]))
+    else:
+        act = edit_while_saving if what == "edits" else cut_while_saving
+        seen = act(os.environ["SYNCGUARD_DSN"], int(arguments[0]), arguments[1])
+    print(json.dumps(seen))

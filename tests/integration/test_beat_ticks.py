@@ -1,0 +1,72 @@
+"""Thousands of ticks of one beat, and of edits in the middle of them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.fixtures.cluster import ROOT
+
+#: The first one sends plain entries; a tick of django-celery-beat's asks its tables and takes four times as long.
+TICKS = {"plain": 100_000, "django": 25_000}
+
+
+def ticks(*arguments, **environment):
+    command = [sys.executable, "-m", "tests.integration.beat_ticks", *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=280, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("inside", TICKS)
+def test_memory_stays_flat_over_many_ticks_with_changes_of_the_schedule(inside):
+    """case 67: 100,000 ticks; 25,000 with django-celery-beat, which take a minute."""
+    seen, log = ticks("memory", inside, TICKS[inside])
+    print(seen)
+    assert "Traceback" not in log
+    assert seen["changes"] >= TICKS[inside] / 100
+    # It did send: an entry is due every other tick.
+    assert seen["runs"]["a"] > 0.45 * TICKS[inside]
+    assert min(seen["runs"]["b"], seen["runs"]["c"]) > TICKS[inside] / 100
+    before, half, after = seen["objects"]
+    assert max(half, after) < before * 1.02 + 500
+    before, half, after = seen["megabytes"]
+    assert max(half, after) < before + 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_edit_in_the_very_tick_that_sends_is_never_lost_nor_is_a_slot_sent_twice(pg_dsn):
+    """case 60: 1,000 rounds, in each of them an edit between claim and mark, and another while the row is written."""
+    seen, log = ticks("edits", 1000, "locked", SYNCGUARD_DSN=pg_dsn)
+    assert seen["lost"] == {"args": 0, "description": 0}
+    assert seen["messages"] >= 1000
+    assert seen["messages"] == seen["tasks"]
+    assert seen["slots"][0] == seen["slots"][1]
+    assert "Traceback" not in log
+
+
+def test_without_the_lock_of_its_row_an_edit_is_lost_while_the_row_is_written(pg_dsn):
+    """The negative control: django-celery-beat writes the whole row as it has just read it."""
+    seen, _ = ticks("edits", 20, "unlocked", SYNCGUARD_DSN=pg_dsn)
+    assert seen["lost"]["description"] == 20
+
+
+def test_what_the_database_did_not_take_is_written_the_next_time(pg_dsn):
+    """case 62: a one-off entry whose row never says that it ran would run again."""
+    seen, log = ticks("cuts", 10, "kept", SYNCGUARD_DSN=pg_dsn)
+    assert seen == {"cuts": 10, "not written": 0}
+    assert "could not write back its schedule" in log
+    assert "Traceback" not in log
+
+
+def test_without_our_way_of_writing_it_is_forgotten(pg_dsn):
+    """The negative control."""
+    seen, _ = ticks("cuts", 10, "forgotten", SYNCGUARD_DSN=pg_dsn)
+    assert seen == {"cuts": 10, "not written": 10}
