@@ -3,11 +3,13 @@
     python -m tests.integration.beat_ticks memory {plain,django} TICKS
     python -m tests.integration.beat_ticks edits ROUNDS {locked,unlocked}
     python -m tests.integration.beat_ticks cuts ROUNDS {kept,forgotten}
+    python -m tests.integration.beat_ticks reads ROUNDS {kept,forgotten}
 
 "memory" counts objects and bytes while slots are sent and the schedule changes. "edits" changes a row of the schedule
 between the claim of a slot and the writing of that row, and once more while it is being written; "unlocked" takes our lock
 of the row away, and has to show the fault. "cuts" ends the connection over which the row is about to be written; "forgotten"
-does without our way of writing it, and has to show the fault. Prints what happened as JSON. A program of its own, since Django is set up
+does without our way of writing it, and has to show the fault. "reads" ends it when an edit was noticed and is about to be
+read. Prints what happened as JSON. A program of its own, since Django is set up
 once per process, and since the memory of a process that has run other tests says little.
 """
 
@@ -269,12 +271,48 @@ def cut_while_saving(dsn, rounds, protection):
     return seen
 
 
+def cut_while_reading(dsn, rounds, protection):
+    one = lead_busy(dsn)
+    from django.db import connection
+
+    from celery_syncguard.django_schedule import SeesEdits
+
+    if protection == "forgotten":
+        SeesEdits.schedule = property(lambda self: super(SeesEdits, self).schedule)
+    watcher = psycopg.connect(dsn, autocommit=True)
+    seen = {"cuts": 0, "never seen": 0}
+    armed = False
+
+    def cut(execute, sql, *rest):
+        nonlocal armed
+        if armed and '"django_celery_beat_periodictask"."enabled" AND' in sql:
+            armed = False
+            pid = connection.connection.info.backend_pid
+            seen["cuts"] += watcher.execute("select pg_terminate_backend(%s, 5000)", (pid,)).fetchone() == (True,)
+        return execute(sql, *rest)
+
+    def has(number):
+        one.tick()
+        return one._inner is not None and one._inner._schedule["busy"].args == [number]
+
+    with connection.execute_wrapper(cut):
+        for number in range(1, rounds + 1):
+            armed = True
+            watcher.execute("update django_celery_beat_periodictask set args = %s", (json.dumps([number]),))
+            try:
+                poll(lambda number=number: has(number), timeout=6)
+            except AssertionError:
+                seen["never seen"] += 1
+    one.close()
+    return seen
+
+
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     what, *arguments = sys.argv[1:]
     if what == "memory":
         seen = tick_many(arguments[0], int(arguments[1]))
     else:
-        act = edit_while_saving if what == "edits" else cut_while_saving
-        seen = act(os.environ["SYNCGUARD_DSN"], int(arguments[0]), arguments[1])
+        acts = {"edits": edit_while_saving, "cuts": cut_while_saving, "reads": cut_while_reading}
+        seen = acts[what](os.environ["SYNCGUARD_DSN"], int(arguments[0]), arguments[1])
     print(json.dumps(seen))

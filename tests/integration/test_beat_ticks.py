@@ -70,3 +70,16 @@ def test_without_our_way_of_writing_it_is_forgotten(pg_dsn):
     """The negative control."""
     seen, _ = ticks("cuts", 10, "forgotten", SYNCGUARD_DSN=pg_dsn)
     assert seen == {"cuts": 10, "not written": 10}
+
+
+def test_an_edit_that_was_seen_and_could_not_be_read_is_read_the_next_time(pg_dsn):
+    """case 58, case 62: within the interval, though the connection ends in the middle of the read."""
+    seen, log = ticks("reads", 5, "kept", SYNCGUARD_DSN=pg_dsn)
+    assert seen == {"cuts": 5, "never seen": 0}
+    assert "Traceback" not in log
+
+
+def test_without_looking_again_it_is_not_read_until_the_schedule_is_read_anyway(pg_dsn):
+    """The negative control: that is every five minutes."""
+    seen, _ = ticks("reads", 1, "forgotten", SYNCGUARD_DSN=pg_dsn)
+    assert seen == {"cuts": 1, "never seen": 1}
