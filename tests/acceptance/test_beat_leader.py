@@ -6,12 +6,14 @@ what could grow is the schedule, which is the same on every broker).
 """
 
 import json
+import os
+import random
 import re
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from signal import SIGTERM
 from urllib.parse import urlsplit
@@ -124,6 +126,20 @@ def slots(dsn):
         ).fetchall()
 
 
+def two_ids(inbox):
+    """Slots that were sent as two tasks."""
+    ids = {}
+    for one in inbox.messages:
+        ids.setdefault(one.slot, set()).add(one.task_id)
+    return [slot for slot, found in ids.items() if len(found) > 1]
+
+
+def gaps_of(messages):
+    """Seconds between the slots that were sent, rounded."""
+    instants = sorted({one.due_at for one in messages})
+    return {round((after - before).total_seconds()) for before, after in zip(instants, instants[1:], strict=False)}
+
+
 # One leads
 
 
@@ -161,22 +177,34 @@ def test_two_beats_without_us_send_everything_twice(beats, broker):
         assert len(messages) > 1.5 * (time.monotonic() - began)
 
 
+def median(times):
+    return sorted(times)[len(times) // 2]
+
+
+def seconds_until_it_leads(setup, node, *, within):
+    """From now until that beat leads, at most so many."""
+    began = time.monotonic()
+    poll(lambda: pid_of_leader(setup.dsn) == node.pid, timeout=within)
+    return time.monotonic() - began
+
+
 def test_a_clean_stop_hands_over_within_a_second(beats, broker, pg_dsn):
     """case 55: also in the middle of a tick, and nothing is sent twice."""
     setup = beats({"fast": 0.1}, conf={"syncguard_leader_ttl": 60, "syncguard_catch_up": "all"})
+    times = []
     with Inbox(setup) as inbox:
         first, second = start_two(setup)
         inbox.wait_for(3)
-        for _ in range(3):
+        for _ in range(5):
             first.signal(SIGTERM)
-            began = time.monotonic()
-            poll(lambda: pid_of_leader(pg_dsn) == second.pid, timeout=5)
-            assert time.monotonic() - began < 1.0 + SLACK / 2
+            times.append(seconds_until_it_leads(setup, second, within=1.0 + SLACK))
             assert first.wait_exit(timeout=10) == 0
             inbox.wait_for(3)
             first.start()
             first.wait_for_log("standby for 'beat'")
             first, second = second, first
+    print(times)
+    assert median(times) < 1.0
     assert inbox.copies() == []
     assert all(row[3] for row in slots(pg_dsn)[:-1])
     assert "Traceback" not in setup.logs()
@@ -201,15 +229,40 @@ def test_behind_a_pooler_that_swallows_notifications_a_stop_hands_over_within_a_
 def test_a_killed_leader_is_replaced_when_its_lease_ends(beats, broker, pg_dsn):
     """case 50: seconds, not 25 minutes, also to the next send; and the standby said whom it waits for."""
     setup = beats()
+    times = []
     with Inbox(setup) as inbox:
         first, second = start_two(setup)
-        assert f"pid {first.pid} leads" in second.logs()
-        (message,) = inbox.wait_for(1)
-        first.kill()
-        began = time.monotonic()
-        poll(lambda: pid_of_leader(pg_dsn) == second.pid, timeout=TTL + SLACK)
-        inbox.wait_until(lambda one: one.term > message.term)
-        assert time.monotonic() - began < TTL + 1 + SLACK
+        for _ in range(3):
+            assert f"pid {first.pid} leads" in second.logs()
+            (message,) = inbox.wait_for(1)[:1]
+            first.kill()
+            began = time.monotonic()
+            times.append(seconds_until_it_leads(setup, second, within=TTL + 1 + SLACK))
+            inbox.wait_until(lambda one: one.term > message.term)
+            assert time.monotonic() - began < TTL + 1 + SLACK
+            first.start()
+            first.wait_for_log("standby for 'beat'")
+            first, second = second, first
+    print(times)
+    assert median(times) < TTL + 1
+
+
+def test_a_frozen_leader_is_replaced_when_its_lease_ends(beats, broker, pg_dsn):
+    """case 89 in a beat: its connections stay open. Thawed, it stands by."""
+    setup = beats()
+    times = []
+    first, second = start_two(setup)
+    for _ in range(3):
+        first.freeze()
+        times.append(seconds_until_it_leads(setup, second, within=TTL + 1 + SLACK))
+        first.thaw()
+        first.wait_for_log(f"standby for 'beat': .* pid {second.pid} leads")
+        first, second = second, first
+    print(times)
+    assert median(times) < TTL + 1
+    assert first.alive
+    assert second.alive
+    assert "Traceback" not in setup.logs()
 
 
 @on_both
@@ -478,6 +531,35 @@ def test_terminated_backends_cost_no_slot(beats, broker, pg_dsn, pg_server):
 
 
 @on_both
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_backends_terminated_every_five_seconds_for_minutes_cost_no_slot(beats, broker, pg_dsn, pg_server):
+    """case 62: two minutes of it."""
+    setup = beats(conf={"syncguard_catch_up": "all"})
+    with Inbox(setup) as inbox:
+        nodes = start_two(setup)
+        inbox.wait_for(1)
+        terminated = []
+        next_at = time.monotonic()
+        for _ in range(24):
+            terminated.append(pg_server.terminate_backends(pg_dsn.rpartition("/")[2]))
+            next_at += 5
+            poll(lambda next_at=next_at: time.monotonic() >= next_at)  # that it is every five seconds is the misdeed
+        inbox.wait_for(2)
+        assert all(node.alive for node in nodes)
+    assert min(terminated) > 0
+    assert two_ids(inbox) == []
+    assert inbox.copies() == []
+    assert gaps_of(inbox.messages) == {1}
+    assert len(inbox.messages) > 110
+    instants = [one.at for one in inbox.messages]
+    longest = max(after - before for before, after in zip(instants, instants[1:], strict=False))
+    print(f"longest time without a send: {longest:.1f} s")
+    assert longest < TTL + 1 + SLACK
+    assert "Traceback" not in setup.logs()
+
+
+@on_both
 def test_a_database_without_our_tables_is_said_with_the_command_that_helps(beats, broker, empty_dsn):
     setup = beats(dsn=empty_dsn)
     node = start(setup)
@@ -558,6 +640,37 @@ def test_a_broker_slower_than_the_lease_costs_neither_leadership_nor_slots(broke
     # A broker that is silent for ten seconds counts as down, and the message is sent again: the same task.
     assert len({one.task_id for one in inbox.messages}) == len(instants)
     assert "no longer leads" not in first.logs()
+
+
+@on_both
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_broker_that_is_always_slower_than_the_lease_ends_no_process(broker_proxy, beats, broker, pg_dsn):
+    """case 44: for a minute, each send takes longer than the whole lease."""
+    slow = replace(broker, url=broker.url.replace(f":{broker_proxy.upstream[1]}", f":{broker_proxy.port}"))
+    setup = beats({"fast": 2.0}, broker=slow, conf={"syncguard_catch_up": "all"})
+    setup.app.conf.broker_url = broker.url  # the reader's own way is not slow
+    with Inbox(setup) as inbox:
+        nodes = start_two(setup)
+        inbox.wait_for(1)
+        # From now on, since a whole handshake at this pace would be too slow for RabbitMQ.
+        broker_proxy.delay = TTL + 0.3
+        began = ask(pg_dsn, "select clock_timestamp()")
+        slow_sends = (
+            f"select count(*) from syncguard_beat_slots where sent_at - claimed_at > make_interval(secs => {TTL})"
+        )
+        poll(lambda: ask(pg_dsn, slow_sends) >= 15, timeout=120, interval=0.2)
+        assert ask(pg_dsn, "select clock_timestamp()") - began > timedelta(seconds=45)
+        broker_proxy.delay = 0.0
+        now = ask(pg_dsn, "select clock_timestamp()")
+        inbox.wait_until(lambda one: one.due_at > now, timeout=60)
+        assert all(node.alive for node in nodes)
+    terms = [one.term for one in inbox.messages]
+    assert terms == sorted(terms), "kept, or handed over"
+    assert two_ids(inbox) == []
+    assert inbox.copies() == []
+    assert gaps_of(inbox.messages) == {2}
+    assert "Traceback" not in setup.logs()
 
 
 @pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
@@ -644,6 +757,26 @@ def test_slots_missed_while_nobody_led_follow_the_rule_of_their_entry(beats, bro
 
 
 @on_both
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_crontab_is_sent_once_each_minute_whoever_leads(beats, broker, pg_dsn):
+    """case 52: real minutes, and another leader for the second one."""
+    setup = beats({"minutely": "* *"}, conf={"syncguard_catch_up": "all"})
+    with Inbox(setup) as inbox:
+        first, second = start_two(setup)
+        (before,) = inbox.wait_for(1, timeout=75)
+        inbox.wait_settled()
+        first.kill()
+        second.wait_for_log("elected: this process", timeout=TTL + 1 + SLACK)
+        (after,) = inbox.wait_for(1, timeout=75)
+        inbox.drain()
+    assert inbox.messages == [before, after]
+    assert (before.due_at.second, before.due_at.microsecond) == (0, 0)
+    assert after.due_at - before.due_at == timedelta(minutes=1)
+    assert after.term > before.term
+
+
+@on_both
 def test_a_duplicate_or_held_periodic_task_is_an_info_and_not_an_error(beats, broker, pg_dsn):
     setup = beats({"alone": {"every": 1.0, "task": "alone"}, "locked": {"every": 1.0, "task": "locked"}})
     with SyncGuard(pg_dsn) as guard, guard.hold("locked", ttl=60):
@@ -689,6 +822,48 @@ def test_a_killed_beat_starts_again_with_its_stale_pidfile(beats, broker, pg_dsn
         assert pidfile.exists()
         node.start()
         inbox.wait_for(1)
+
+
+@on_both
+def test_a_pidfile_that_names_another_process_keeps_beat_from_starting_and_an_empty_one_does_not(
+    beats, broker, pg_dsn, tmp_path
+):
+    """case 66: the pid of a beat that was killed is somebody else's by now. Celery cannot tell; so there should be no file."""
+    pidfile = tmp_path / "beat.pid"
+    pidfile.write_text(f"{os.getpid()}\n")
+    setup = beats()
+    refused = start(setup, "--pidfile", str(pidfile), wait=False)
+    assert refused.wait_exit(timeout=30) != 0
+    assert "Pidfile" in refused.logs()
+    assert "already exists" in refused.logs()
+    start(setup, "--pidfile=").wait_for_log("elected: this process")
+
+
+@on_both
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_beat_that_is_killed_while_it_writes_its_schedule_file_starts_again(beats, broker, pg_dsn, tmp_path):
+    """case 66: the file is written with every slot, and the kill comes at any moment, ten times."""
+    setup = beats(
+        {"fast": 0.05},
+        conf={"syncguard_beat_scheduler": "celery.beat:PersistentScheduler", "beat_sync_every": 1},
+    )
+    chance = random.Random(broker.kind)
+    file = tmp_path / "schedule"
+    node = start(setup, "-s", str(file))
+    with Inbox(setup) as inbox:
+        for _ in range(10):
+            node.wait_for_log("elected: this process")
+            inbox.wait_for(1)
+            assert list(tmp_path.glob("schedule*")), "there is a file to be written"
+            time.sleep(chance.uniform(0.0, 0.3))  # so that it is any moment
+            node.kill()
+            with psycopg.connect(pg_dsn, autocommit=True) as conn:
+                conn.execute("delete from syncguard_locks")  # instead of waiting for the end of the lease
+            node.start()
+        inbox.wait_for(3)
+        assert node.alive
+    assert two_ids(inbox) == []
 
 
 @on_both
@@ -742,12 +917,58 @@ def test_the_commands_show_the_leader_its_slots_and_end_its_term(beats, broker, 
     rows = json.loads(command(setup, "slots", "--json", "--limit", "2"))
     assert [row["entry"] for row in rows] == ["fast", "fast"]
     assert "TERM" in command(setup, "slots")
+    (entry,) = json.loads(command(setup, "entries", "--json"))
+    assert entry["entry"] == "fast"
+    assert entry["runs"] > 2
+    due, following = (datetime.fromisoformat(entry[name]) for name in ("last_due_at", "next_due_at"))
+    assert following - due == timedelta(seconds=0.5)
+    assert due in {row[1] for row in slots(pg_dsn)}
+    assert "NEXT DUE" in command(setup, "entries")
     assert f"pid {first.pid}" in command(setup, "step-down")
     poll(lambda: pid_of_leader(pg_dsn) == second.pid)
     first.wait_for_log("no longer leads 'beat'")
     second.stop()
     first.stop()
-    assert "nobody leads" in command(setup, "leader", "--healthy", code=1)
+    assert "nobody leads" in command(setup, "leader", "--healthy"), "another one may be about to take over"
+    poll(lambda: "nobody leads" in healthy(setup), timeout=40)
+
+
+@on_both
+def test_a_standby_is_healthy_all_through_the_takeover_from_a_killed_leader(beats, broker, pg_dsn):
+    setup = beats(conf={"syncguard_leader_ttl": 6})
+    with Inbox(setup) as inbox:
+        first, second = start_two(setup)
+        (message,) = inbox.wait_for(1)
+        poll(lambda: healthy(setup) == "", timeout=30)
+        first.kill()
+        complaints = []
+        while inbox.messages[-1].term == message.term:
+            complaints.append(healthy(setup))
+        complaints.append(healthy(setup))
+    print(len(complaints))
+    assert set(complaints) == {""}
+    assert pid_of_leader(pg_dsn) == second.pid
+
+
+@on_both
+def test_nobody_leading_is_healthy_for_a_moment_and_not_for_long(beats, broker, pg_dsn):
+    """Each moment of a takeover held still: the standby is frozen, and the clock of the lease is set on."""
+    setup = beats(conf={"syncguard_leader_ttl": 60})
+    first, second = start_two(setup)
+    poll(lambda: healthy(setup) == "", timeout=30)
+    second.freeze()
+    first.kill()
+    with psycopg.connect(pg_dsn, autocommit=True) as conn:
+        conn.execute("update syncguard_locks set expires_at_ms = expires_at_ms - 35000")
+        assert healthy(setup) == "", "a lease that nobody renews, of a process that is gone"
+        conn.execute("update syncguard_locks set expires_at_ms = expires_at_ms - 35000")
+        assert not json.loads(command(setup, "leader", "--json"))["leading"]
+        assert healthy(setup) == "", "nobody leads"
+        conn.execute("update syncguard_beat_terms set seen_at = seen_at - interval '95 seconds'")
+        assert "nobody leads" in healthy(setup)
+    second.thaw()
+    poll(lambda: healthy(setup) == "", timeout=30)
+    assert pid_of_leader(pg_dsn) == second.pid
 
 
 @on_both
