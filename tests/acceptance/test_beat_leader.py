@@ -1,8 +1,8 @@
 """Many beats, one leader: real `celery beat` processes on real brokers, stopped, killed, frozen and cut off.
 
 Cases that have no broker in them are elsewhere: which instants are due in the nights on which clocks change (case 65,
-`unit/test_timetable`), and that memory stays flat over many ticks (case 67, `unit/test_beat`, on Celery's memory transport:
-what could grow is the schedule, which is the same on every broker).
+`unit/test_timetable`), and that memory stays flat over many ticks (case 67, `integration/test_beat_ticks`, on Celery's
+memory transport: what could grow is the schedule, which is the same on every broker).
 """
 
 import json
