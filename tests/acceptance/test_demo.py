@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -62,9 +65,57 @@ def test_the_demo_holds_every_check_writes_them_and_leaves_nothing_behind(folder
     output, _ = process.communicate(timeout=110)
     assert process.returncode == 0, output
     checks = json.loads((folder / "checks.json").read_text())
-    assert f"demo: all {len(checks)} checks held" in output
+    ending = re.search(r"demo: all (\d+) checks held \((\d+) s\)", output)
+    assert ending is not None, output
+    assert int(ending[1]) == len(checks)
+    assert int(ending[2]) < 60, "the demo promises to end within a minute"
+    assert "\x1b" not in output, "this is no terminal"
     assert len({check["scene"] for check in checks}) == 6
     assert all(check["held"] for check in checks)
+    assert _left(folder) == []
+
+
+def test_on_a_terminal_the_demo_redraws_one_table_and_ends_with_the_checks(folder: Path) -> None:
+    code = (
+        "import sys\n"
+        "import celery_syncguard.demo as demo\n"
+        "from celery_syncguard.demo import scenes\n"
+        "scenes.SCENES = scenes.SCENES[:1]\n"
+        "sys.exit(demo.run('checks.json'))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    environment |= {"TERM": "xterm-256color", "COLUMNS": "200", "LINES": "50"}
+    for name in ("NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "FORCE_COLOR"):
+        environment.pop(name, None)
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment,
+        cwd=folder,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    output = b""
+    with contextlib.suppress(OSError):  # which is what the end of a terminal is on Linux
+        while piece := os.read(ours, 65536):
+            output += piece
+    os.close(ours)
+    text = output.decode()
+    assert process.wait(10) == 0, text
+    checks = json.loads((folder / "checks.json").read_text())
+    frames = text.split(checks[0]["scene"])
+    assert len(frames) > 10, "the table was not redrawn while things happened"
+    assert "\x1b[1A\x1b[2K" in text, "redrawn further down instead of in place"
+    for word in ("worker", "event", "fence", "start", "end", "what the history says"):
+        assert word in text
+    shown = text.rpartition("what the history says")[2]
+    assert shown.count("✓") == len(checks)
+    for check in checks:
+        assert check["statement"] in shown
+    assert f"demo: all {len(checks)} checks held" in shown
     assert _left(folder) == []
 
 
