@@ -40,6 +40,12 @@ def test_memory_stays_flat_over_many_ticks_with_changes_of_the_schedule(inside):
     assert max(half, after) < before + 5
 
 
+def test_a_host_whose_clock_is_behind_sends_the_entries_of_django_celery_beat_in_time():
+    """case 52: their own class judges by the host's clock, which falls behind the database's by half a second a tick."""
+    seen, _ = ticks("memory", "django", 400)
+    assert seen["runs"]["a"] > 0.45 * 400
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_edit_in_the_very_tick_that_sends_is_never_lost_nor_is_a_slot_sent_twice(pg_dsn):

@@ -13,7 +13,7 @@ from celery.schedules import crontab
 from celery_syncguard import binding, clock, signals
 from celery_syncguard.beat import LeaderScheduler, scheduler_class
 from celery_syncguard.errors import ImproperlyConfigured
-from celery_syncguard.sending import undisturbed
+from celery_syncguard.sending import sending, undisturbed
 from tests.fixtures.polling import poll
 
 
@@ -356,3 +356,11 @@ def test_the_plain_scheduler_is_the_schedule_inside_unless_another_is_named():
     assert scheduler_class(None) is beat.Scheduler
     assert scheduler_class("celery.beat:PersistentScheduler") is beat.PersistentScheduler
     assert scheduler_class(beat.PersistentScheduler) is beat.PersistentScheduler
+
+
+def test_a_database_scheduler_that_is_not_django_celery_beats_is_taken_as_it_is():
+    class Foreign(beat.Scheduler):
+        def all_as_schedule(self):
+            return {}
+
+    assert [base.__name__ for base in sending(Foreign).__mro__[:3]] == ["LeadingForeign", "_SlotSending", "Foreign"]
