@@ -1,5 +1,6 @@
 """The fixtures keep their word: otherwise no test that builds on them means anything."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -144,6 +145,22 @@ def test_pgbouncer_pools_transactions(pgbouncer, empty_dsn):
     for connection in connections:
         connection.close()
     assert len(backends) <= 2
+
+
+def test_every_way_of_an_application_to_postgresql_leads_through_the_pooler_when_one_is_asked_for(
+    app_dsn, empty_app_dsn, private_app_dsn, app_proxy, app_tls_proxy
+):
+    """The pooler alone has a console. Without a pooler there is no database of that name."""
+    ways = [app_dsn, empty_app_dsn, private_app_dsn, app_proxy.dsn(app_dsn), app_tls_proxy.dsn(app_dsn)]
+    pooled = os.environ.get("SYNCGUARD_TEST_PGBOUNCER", "") not in ("", "0")
+    for way in ways:
+        console = way.rpartition("/")[0] + "/pgbouncer"
+        if pooled:
+            with psycopg.connect(console, autocommit=True) as connection:
+                assert "PgBouncer" in connection.execute("show version").fetchone()[0]
+        else:
+            with pytest.raises(psycopg.OperationalError, match="does not exist"):
+                psycopg.connect(console)
 
 
 def test_a_private_broker_keeps_durable_messages_over_a_restart(private_broker, celery_setup, pg_dsn, history):
