@@ -149,7 +149,21 @@ class _ThreadInterrupt:
             return
 
 
+_START = threading.Thread.start.__code__
+
+
+def _starts_a_thread(ident: int) -> bool:
+    frame = sys._current_frames().get(ident)  # noqa: SLF001 - as faulthandler shows them
+    while frame is not None and frame.f_code is not _START:
+        frame = frame.f_back
+    return frame is not None
+
+
 def _raise_in(ident: int, kind: type[BaseException] | None) -> None:
+    # Before Python 3.12 a thread that is being born has the ident of the one that starts it, and gets what that was meant
+    # to get: it dies at once, and who started it waits for ever. So not while a thread is started, which takes a moment.
+    while kind is not None and _starts_a_thread(ident):
+        time.sleep(0.001)
     target = ctypes.py_object(kind) if kind is not None else None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), target)
 

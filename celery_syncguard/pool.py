@@ -51,6 +51,7 @@ class Pool:
         self._mutex = threading.Lock()
         self._pool: psycopg_pool.ConnectionPool[Connection] | None = None
         self._last_error: Exception | None = None
+        self._connecting = False
         self.lent: set[Connection] = set()
         self.lent_at = -math.inf
         self.returned_at = -math.inf
@@ -100,7 +101,7 @@ class Pool:
         if cause is not None:
             detail = str(cause).strip()
         else:
-            detail = "all connections of this process are in use" if self.lent else "the server does not answer"
+            detail = "the server does not answer" if self._connecting else "all connections of this process are in use"
         raise StoreUnavailable(f"no connection to PostgreSQL within {self._timeout:g} s: {detail}") from failure
 
     def _give_up_at(self, started_at: float) -> float:
@@ -122,7 +123,7 @@ class Pool:
             if self._closed:
                 raise StoreUnavailable("this SyncGuard was closed")
             if self._pool is None:
-                remember = self._remember
+                lender = self
 
                 class Remembering(Connection):
                     """Keeps the reason of a failed attempt, which the pool only logs."""
@@ -131,12 +132,15 @@ class Pool:
 
                     @classmethod
                     def connect(cls, *args: Any, **kwargs: Any) -> Any:
+                        lender._connecting = True
                         try:
                             conn = super().connect(*args, **kwargs)
                         except psycopg.Error as exc:
-                            remember(exc)
+                            lender._last_error = exc
                             raise
-                        remember(None)
+                        finally:
+                            lender._connecting = False
+                        lender._last_error = None
                         return conn
 
                 self._pool = psycopg_pool.ConnectionPool(
@@ -151,9 +155,6 @@ class Pool:
                     open=True,
                 )
             return self._pool
-
-    def _remember(self, error: Exception | None) -> None:
-        self._last_error = error
 
     def forget(self) -> None:
         """After a fork."""

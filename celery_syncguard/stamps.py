@@ -90,10 +90,11 @@ class _Stamps:
     def stamp(self, headers: MutableMapping[str, Any]) -> None:
         if not self._is_wanted():
             return
-        earlier = headers.pop(HEADER, None)  # another application's, or a retry's own from its first sending
+        earlier = headers.get(HEADER)  # another application's, or a retry's own from its first sending
         try:
             stamp = self.clock.now() if earlier is None else self._overtake(earlier)
         except HlcError as exc:
+            # What another one stamped stays.
             logger.warning("message sent without a stamp: %s", exc, extra={"event": "stamp_failed"})
             return
         headers[HEADER] = int(stamp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 
 from app import Device, announce, create_owner, create_tables, purge
@@ -22,6 +23,7 @@ def main() -> None:
     print("laptop has what the phone wrote:", sorted(laptop.notes.values()))
 
     phone.edit(shopping, "milk, eggs")
+    time.sleep(0.01)  # what is edited within one millisecond is ordered by the devices' names
     laptop.edit(shopping, "milk, bread")  # later, and handed over first
     laptop.sync()
     phone.sync()

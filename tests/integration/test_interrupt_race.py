@@ -1,6 +1,7 @@
 """An interrupt is raised inside the body whose lease was lost, or not at all."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -38,3 +39,20 @@ def test_a_lease_lost_around_the_end_of_its_body_interrupts_that_body_or_nothing
 def test_without_the_end_that_disarms_it_an_interrupt_hits_what_comes_after_the_body(where):
     """The negative control."""
     assert faults(race(where, "disarmless")) != {}
+
+
+def thread_births(how, seconds):
+    command = [sys.executable, "-m", "tests.integration.thread_births", how, str(seconds)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=100).stdout.strip()
+
+
+def test_a_body_that_is_just_starting_a_thread_is_interrupted_and_does_not_wait_for_ever():
+    """Before Python 3.12 the exception may strike the thread that is being born, whose starter then waits for ever."""
+    answer = thread_births("ours", 8)
+    assert re.fullmatch(r"interrupted [1-9]\d* times", answer), answer
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="since 3.12 a thread that is being born has no ident yet")
+def test_a_bare_interrupt_strikes_the_thread_that_is_being_born():
+    """The negative control."""
+    assert thread_births("bare", 60) == "hangs"

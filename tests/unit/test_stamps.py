@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 from celery import Celery
 from kombu import Connection
 
 from celery_syncguard.hlc import HybridLogicalClock
 from celery_syncguard.stamps import HEADER, follow_setting, install_stamps
+
+
+@pytest.fixture(autouse=True)
+def _no_applications_of_earlier_tests():
+    """All applications of a process stamp its messages, and some of earlier tests have impossible clocks."""
+    gc.collect()
 
 
 def application(name: str) -> Celery:
@@ -59,3 +66,14 @@ def test_running_a_task_moves_the_clock_of_its_own_application_only():
     ahead = HybridLogicalClock("far", physical=lambda: 9_000_000_000_000).now()
     apps[0].tasks["noop"].apply(headers={HEADER: ahead})
     assert clocks[0].now() > ahead > clocks[1].now()
+
+
+def test_an_application_that_cannot_stamp_takes_nobody_elses_stamp_away():
+    app, broken = application("working"), application("broken")
+    install_stamps(app)
+    # More of them, as the order in which they stamp is nobody's choice.
+    others = [application(f"broken-{n}") for n in range(20)]
+    for one in (broken, *others):
+        install_stamps(one, HybridLogicalClock("broken", physical=lambda: -1))
+    assert published_stamp(app) is not None
+    assert published_stamp(broken) is not None
