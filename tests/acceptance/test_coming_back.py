@@ -97,10 +97,10 @@ def test_many_messages_that_wait_for_one_key_all_run_and_ask_the_database_ever_m
     waits = delays(setup)
     came_back = sum(map(len, waits.values()))
     assert sum(count for _, _, count in bodies) == came_back <= 8 * WAITERS
-    # To be expected are 0.75, 1.25, 2.25 and 4.25 s, however fast the machine is. What asks as often as before has 0.75.
+    # To be expected are 1.5, 2.5, 4.5 and 4.5 s, however fast the machine is. What asks as often as before has 1.5.
     means = [statistics.mean(one[nth] for one in waits.values()) for nth in range(4)]
-    assert means == sorted(means)
-    assert means[3] > 3 * means[0]
+    assert means[0] < means[1] < means[2]
+    assert min(means[2:]) > 2 * means[0]
     # A delivery asks one question and a body one more, and nobody asks beside that. (The one in front is the test's own.)
     after = asked(private_pg)
     assert after["acquire"] - before["acquire"] == 1 + came_back + WAITERS

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import uuid
 import weakref
 
 import pytest
@@ -69,6 +70,8 @@ def make_app():
 
     def make() -> Celery:
         made.append(Celery(f"app{len(made)}", broker="memory://", set_as_current=False))
+        # All that is in memory is shared by the process: another test may have left messages in Celery's default queue.
+        made[-1].conf.task_default_queue = str(uuid.uuid4())
         return made[-1]
 
     return make
