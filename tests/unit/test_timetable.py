@@ -3,7 +3,7 @@
 from datetime import datetime, timedelta, timezone
 
 import pytest
-from celery import Celery
+from celery import VERSION, Celery
 from celery.schedules import crontab, schedule, solar
 
 from celery_syncguard.timetable import MAX_MISSED, choose, describe, due_between, grid_start, next_due
@@ -113,13 +113,15 @@ def test_rare_days_are_found(fields):
 
 
 #: Places, and how many days of 2025 have that event there.
+#: Before 5.7 Celery's own search ends with a TypeError on a day without the event; see docs/beat.md.
+circumpolar = pytest.mark.skipif(VERSION < (5, 7), reason="Celery's own search fails where an event is left out")
 SUN = [
     ("sunrise", 48.86, 2.35, 365),
     ("sunset", 1.35, 103.8, 365),
     ("solar_noon", -0.18, -78.5, 365),
     ("dusk_civil", -33.87, 151.2, 365),
-    ("dawn_astronomical", 60.17, 24.94, 242),  # not in summer
-    ("sunrise", 78.22, 15.65, 126),  # neither in the polar night nor in the polar day
+    pytest.param("dawn_astronomical", 60.17, 24.94, 242, marks=circumpolar),  # not in summer
+    pytest.param("sunrise", 78.22, 15.65, 126, marks=circumpolar),  # neither in the polar night nor in the polar day
 ]
 
 
