@@ -149,7 +149,8 @@ class _ThreadInterrupt:
             return
 
 
-_START = threading.Thread.start.__code__
+#: None where somebody has put a callable in its place that is no function.
+_START = getattr(threading.Thread.start, "__code__", None)
 
 
 def _starts_a_thread(ident: int) -> bool:
@@ -163,7 +164,7 @@ def _raise_in(ident: int, kind: type[BaseException] | None) -> None:
     # Before Python 3.12 a thread that is being born has the ident of the one that starts it, and gets what that was meant
     # to get: it dies at once, and who started it waits for ever. So not while a thread is started, which takes a moment.
     while kind is not None and _starts_a_thread(ident):
-        time.sleep(0.001)
+        time.sleep(0.001)  # nobody tells when a thread has been born
     target = ctypes.py_object(kind) if kind is not None else None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), target)
 

@@ -145,24 +145,6 @@ class LockedTask(Task):  # type: ignore[misc]
             return _answered(result)
         return result
 
-    def run_as_errback(self, args: Any, kwargs: Any) -> Any:
-        """What runs when this task is somebody's `link_error` and takes (request, exc, traceback): Celery then calls it
-        as a function, where the other task failed. It takes its lock as an eager call does; the main process of a worker,
-        which fails a task whose process died, does not wait for it. That it could not run is logged: an exception would
-        be the other task's, and Celery before 5.7 does not expect one.
-        """
-        options = self.plan().options
-        overrides: dict[str, Any] = {}
-        if options.dedup_key:
-            # Nothing is queued, and these arguments cannot be compared.
-            overrides["dedup_key"] = None
-        if options.lock_on_held == "retry" and self.app.current_worker_task is None:
-            overrides["lock_on_held"] = "raise"
-        try:
-            return self.apply(args, kwargs, throw=True, **overrides).result
-        except SyncGuardError as exc:
-            logger.error("the errback %s of %s[%s] was not run: %s", self.name, args[0].task, args[0].id, exc)
-
     def map(self, it: Any) -> Any:
         """Refused, as `starmap` and `chunks` are, for a task with a key: Celery runs their items as plain calls.
 
@@ -299,6 +281,25 @@ def _is_failure(args: tuple[Any, ...]) -> bool:
     return len(args) >= 3 and isinstance(args[0], Context) and isinstance(args[1], BaseException)
 
 
+def _run_as_errback(task: Any, args: Any, kwargs: Any) -> Any:
+    """What runs when a task is somebody's `link_error` and takes (request, exc, traceback): Celery then calls it as a
+    function, where the other task failed. It takes its lock as an eager call does; the main process of a worker, which
+    fails a task whose process died, does not wait for it. That it could not run is logged: an exception would be the
+    other task's, and Celery before 5.7 does not expect one.
+    """
+    options = task.plan().options
+    overrides: dict[str, Any] = {}
+    if options.dedup_key:
+        # Nothing is queued, and these arguments cannot be compared.
+        overrides["dedup_key"] = None
+    if options.lock_on_held == "retry" and task.app.current_worker_task is None:
+        overrides["lock_on_held"] = "raise"
+    try:
+        return task.apply(args, kwargs, throw=True, **overrides).result
+    except SyncGuardError as exc:
+        logger.error("the errback %s of %s[%s] was not run: %s", task.name, args[0].task, args[0].id, exc)
+
+
 def _weave(body: Any) -> Any:
     """A `run` that does what `body` does, under the lock."""
     if isinstance(body, classmethod) or not callable(getattr(body, "__func__", body)):
@@ -314,7 +315,7 @@ def _weave(body: Any) -> Any:
             traced = _traced_below(self)
             if traced is None:
                 # A plain call takes no lock, but that of an errback is Celery's and not the user's.
-                return self.run_as_errback(args, kwargs) if _is_failure(args) else call()
+                return _run_as_errback(self, args, kwargs) if _is_failure(args) else call()
             # What the body sees is the request on top.
             this = request.__dict__[RUN] = Run.of(self, traced, args, kwargs)
             return this.execute(call)
