@@ -6,7 +6,6 @@ Not here: `lock_key` (`test_task_keys`), what happens when a lock is held, lost 
 import time
 
 import pytest
-from celery import Celery
 
 from celery_syncguard import LockedTask, TooManyDeaths, binding
 from celery_syncguard.key import new_lock_id
@@ -16,13 +15,9 @@ from celery_syncguard.store import Acquire, Grant
 from tests.fixtures.polling import poll
 
 
-@pytest.fixture(params=["memory", "postgresql"])
-def app(request):
-    app = Celery("options", set_as_current=False)
-    dsn = "memory://" if request.param == "memory" else request.getfixturevalue("pg_dsn")
-    app.conf.update(syncguard_dsn=dsn, task_always_eager=True, broker_url="memory://", result_backend="cache+memory://")
-    yield app
-    binding.binding_for(app).close()
+@pytest.fixture
+def app(eager_app):
+    return eager_app
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ workers.
 import threading
 
 import pytest
-from celery import Celery
 
 from celery_syncguard import LockedTask, LockHeld, SyncGuard, binding, signals
 from celery_syncguard.skipped import Skipped
@@ -18,13 +17,9 @@ from tests.fixtures.polling import poll
 NAMES = ["lock_acquired", "lock_held", "lock_released", "lease_lost", "task_skipped"]
 
 
-@pytest.fixture(params=["memory", "postgresql"])
-def app(request):
-    app = Celery("signals", set_as_current=False)
-    dsn = "memory://" if request.param == "memory" else request.getfixturevalue("pg_dsn")
-    app.conf.update(syncguard_dsn=dsn, task_always_eager=True, broker_url="memory://", result_backend="cache+memory://")
-    yield app
-    binding.binding_for(app).close()
+@pytest.fixture
+def app(eager_app):
+    return eager_app
 
 
 @pytest.fixture
