@@ -55,10 +55,11 @@ def _increment(self, n):
         conn.execute("update counter set value = value + 1")
         maybe_die(self, "inside")
     # The most dangerous moment: done, and nobody has been told.
-    maybe_die(self, "after", 2 * DEATHS)
     if n in LINGERING:
         record_task("lingers", self, key=str(n))
         gate.wait_at(f"killed-{n}")
+    else:
+        maybe_die(self, "after", 2 * DEATHS)
     return n
 
 
