@@ -22,6 +22,7 @@ import signal
 import sys
 import threading
 import time
+from types import FrameType
 from typing import Any, Protocol
 
 from celery_syncguard.errors import LeaseLost
@@ -149,21 +150,29 @@ class _ThreadInterrupt:
             return
 
 
+#: In looks, a millisecond apart.
+_LONGEST_BIRTH = 1000
+
 #: None where somebody has put a callable in its place that is no function.
 _START = getattr(threading.Thread.start, "__code__", None)
 
 
-def _starts_a_thread(ident: int) -> bool:
+def _birth_in(ident: int) -> FrameType | None:
+    """The call of `Thread.start` that this thread is in."""
     frame = sys._current_frames().get(ident)  # noqa: SLF001 - as faulthandler shows them
     while frame is not None and frame.f_code is not _START:
         frame = frame.f_back
-    return frame is not None
+    return frame
 
 
 def _raise_in(ident: int, kind: type[BaseException] | None) -> None:
     # Before Python 3.12 a thread that is being born has the ident of the one that starts it, and gets what that was meant
-    # to get: it dies at once, and who started it waits for ever. So not while a thread is started, which takes a moment.
-    while kind is not None and _starts_a_thread(ident):
+    # to get: it dies at once, and who started it waits for ever. So not while a thread is started, which takes a moment;
+    # one that takes longer keeps only its starter, since the other leases of this process have to be told, too.
+    birth, looks = None, 0
+    while kind is not None and (seen := _birth_in(ident)) is not None and looks < _LONGEST_BIRTH:
+        looks = looks + 1 if seen is birth else 0
+        birth = seen
         time.sleep(0.001)  # nobody tells when a thread has been born
     target = ctypes.py_object(kind) if kind is not None else None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), target)

@@ -1,13 +1,18 @@
 """An interrupt is raised inside the body whose lease was lost, or not at all."""
 
 import json
+import queue
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from celery_syncguard.errors import LeaseLost
+from celery_syncguard.interrupt import _birth_in, interrupt_for
 from tests.fixtures.cluster import ROOT
+from tests.fixtures.polling import poll
 
 ROUNDS = {"main": 2000, "threads": 1200, "gevent": 1200}
 
@@ -56,3 +61,43 @@ def test_a_body_that_is_just_starting_a_thread_is_interrupted_and_does_not_wait_
 def test_a_bare_interrupt_strikes_the_thread_that_is_being_born():
     """The negative control."""
     assert thread_births("bare", 60) == "hangs"
+
+
+class Unborn(threading.Thread):
+    """Its birth ends when somebody lets it."""
+
+    def __init__(self):
+        super().__init__(target=int)
+        self.may_end = threading.Event()
+
+    def _bootstrap(self):
+        self.may_end.wait()
+        super()._bootstrap()
+
+
+def test_a_birth_that_does_not_end_keeps_nobody_but_who_waits_for_it():
+    """One thread tells all bodies of a process that their leases are lost, and must not wait for ever for one of them."""
+    unborn = Unborn()
+    caught = []
+
+    def body():
+        interrupt = interrupt_for()
+        running.put(interrupt)
+        try:
+            unborn.start()
+        except LeaseLost as lost:
+            caught.append(lost)
+        interrupt.disarm()
+
+    running = queue.SimpleQueue()
+    starter = threading.Thread(target=body, daemon=True)
+    starter.start()
+    interrupt = running.get(timeout=10)
+    poll(lambda: _birth_in(starter.ident))
+    teller = threading.Thread(target=interrupt.fire, args=(None,), daemon=True)
+    teller.start()
+    teller.join(20)
+    assert not teller.is_alive()
+    unborn.may_end.set()
+    starter.join(20)
+    assert len(caught) == 1, "interrupted as soon as the birth has ended"
