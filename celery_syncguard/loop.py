@@ -14,6 +14,7 @@ import random
 import threading
 from collections.abc import Callable
 
+from celery_syncguard import clock
 from celery_syncguard.events import logger
 
 __all__ = ["Loop"]
@@ -69,9 +70,20 @@ class Loop:
         if not wait:
             return
         self._event.set()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout)
+        if self._thread is threading.current_thread():
+            return
+        give_up_at = clock.now() + timeout
+        # Whoever is starting it finishes that first: a thread that has not begun can be neither told nor waited for.
+        if not self._mutex.acquire(timeout=timeout):
+            return
+        try:
+            self._stopping = True
+            self._event.set()
+            thread = self._thread
+        finally:
+            self._mutex.release()
+        if thread is not None and thread.ident is not None:  # none if it could not be started
+            thread.join(max(0.0, give_up_at - clock.now()))
 
     @property
     def running(self) -> bool:

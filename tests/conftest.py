@@ -25,6 +25,7 @@ import pytest
 
 from tests.fixtures import servers
 from tests.fixtures.cluster import Broker, CeleryTestSetup
+from tests.fixtures.dealing import dealt
 from tests.fixtures.history import History
 from tests.fixtures.proxy import Proxy
 
@@ -69,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in kept if not item.get_closest_marker("direct")]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
-        items[:] = kept
+    items[:] = dealt(kept, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -170,6 +170,7 @@ for line in sys.stdin:
 
 
 @on_both
+@pytest.mark.slow
 def test_edits_are_seen_within_the_interval_however_they_are_made(django_setup, broker, pg_dsn):
     """case 58, case 59: an entry is added, an interval is shortened, an entry is switched off, by psql, by `save`, by
     `QuerySet.update`, and an entry is deleted. What is due each second shows up a second after it is seen.

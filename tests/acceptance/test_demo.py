@@ -60,6 +60,7 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.slow
 def test_the_demo_holds_every_check_writes_them_and_leaves_nothing_behind(folder: Path) -> None:
     process = _start(folder, "--json", "checks.json")
     output, _ = process.communicate(timeout=110)
@@ -75,6 +76,7 @@ def test_the_demo_holds_every_check_writes_them_and_leaves_nothing_behind(folder
     assert _left(folder) == []
 
 
+@pytest.mark.slow
 def test_on_a_terminal_the_demo_redraws_one_table_and_ends_with_the_checks(folder: Path) -> None:
     code = (
         "import sys\n"
@@ -119,6 +121,7 @@ def test_on_a_terminal_the_demo_redraws_one_table_and_ends_with_the_checks(folde
     assert _left(folder) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_middle_of_the_demo_stops_everything(folder: Path) -> None:
     process = _start(folder)
     assert process.stdout is not None

@@ -38,6 +38,56 @@ def test_start_and_stop_may_be_repeated() -> None:
     assert threads("test-loop-repeat") == 0
 
 
+def test_a_stop_during_a_start_waits_for_that_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    starting, go_on = threading.Event(), threading.Event()
+    failures: list[BaseException] = []
+
+    class SlowToStart(threading.Thread):
+        def start(self) -> None:
+            if self.name == "test-loop-birth":
+                starting.set()
+                go_on.wait(30)
+            super().start()
+
+    def stop() -> None:
+        try:
+            loop.stop()
+        except BaseException as exc:
+            failures.append(exc)
+
+    loop = Loop("test-loop-birth", lambda: None)
+    starter, stopper = threading.Thread(target=loop.start), threading.Thread(target=stop)
+    monkeypatch.setattr(threading, "Thread", SlowToStart)
+    starter.start()
+    assert starting.wait(10)
+    stopper.start()
+    assert not loop._mutex.acquire(timeout=0.2)
+    go_on.set()
+    starter.join(10)
+    stopper.join(10)
+    assert failures == []
+    assert threads("test-loop-birth") == 0
+    assert not loop.running
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_of_the_start_and_not_of_the_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    loop = Loop("test-loop-refused", lambda: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            loop.start()
+        assert not loop.running
+        loop.stop()
+    loop.start()
+    assert loop.running
+    loop.stop()
+
+
 def test_a_loop_is_one_thread_with_a_name_that_does_not_keep_the_process_alive() -> None:
     loop = Loop("test-loop-name", lambda: None)
     for _ in range(5):
