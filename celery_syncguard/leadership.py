@@ -36,7 +36,7 @@ from celery_syncguard.key import RESERVED_PREFIX, Fence, new_lock_id, normalize_
 from celery_syncguard.lease import Lease, ttl_seconds
 from celery_syncguard.loop import Loop
 from celery_syncguard.process import default_holder, process_id
-from celery_syncguard.store import Acquire, Held, Release
+from celery_syncguard.store import Acquire, Dead, Done, Held, Release
 
 if TYPE_CHECKING:
     from celery_syncguard.guard import SyncGuard
@@ -124,6 +124,7 @@ class Leadership:
         self._not_before = 0.0
         self._ours: str | None = None  # lock_id of the latest term of this process
         self._asked_down = False
+        self._asking = False  # a term may be on its way
         self._stopping = False
         self._stopped = threading.Event()
         self._turn = threading.Condition()
@@ -217,14 +218,16 @@ class Leadership:
         self._loop.wake()
 
     def stop(self, *, timeout: float = 5.0) -> bool:
-        """Give the term up and stand no more. Waits at most `timeout` seconds for the release; false: still under way.
+        """Give the term up and stand no more. False: after `timeout` seconds the release is still under way, or the answer
+        to an election.
 
         Takes no lock that the interrupted code may hold, so a signal handler may call it: the release is done by the
         leadership's thread.
         """
         self._stopping = True
         self._loop.wake()
-        if self._lease is None or not self._loop.running:
+        # In this order: a term that has arrived was seen on its way, or is seen now.
+        if (not self._asking and self._lease is None) or not self._loop.running:
             return True
         return self._stopped.wait(timeout)
 
@@ -276,11 +279,11 @@ class Leadership:
             process=process_id(),
         )
         try:
-            answer = self._guard.acquire(request)
-            self._answered_at = clock.now()
+            answer = self._ask(request)
+            if self._stopping or answer is None:
+                return 0.0
             if isinstance(answer, Lease):
-                self._begin_term(answer)
-                return 0.0 if self._stopping else 0.5
+                return 0.5
             assert isinstance(answer, Held)  # nothing else was asked for
             self._hear(answer)
             pause = _LOOK * random.uniform(0.8, 1.0)
@@ -298,6 +301,20 @@ class Leadership:
             self._reminded_at = None
             logger.info("can ask again who leads %r", self.key)
         return 0.0
+
+    def _ask(self, request: Acquire) -> Lease | Held | Done | Dead | None:
+        """None: stopped, and so not asked."""
+        self._asking = True  # before the look at whether it may: a stop looks the other way round
+        try:
+            if self._stopping:
+                return None
+            answer = self._guard.acquire(request)
+            self._answered_at = clock.now()
+            if isinstance(answer, Lease):
+                self._begin_term(answer)
+            return answer
+        finally:
+            self._asking = False
 
     def _hear(self, held: Held) -> None:
         before, self._heard = self._heard, (held, clock.now())

@@ -1,6 +1,7 @@
 """The state machine of leadership, on the memory store: several contenders in one process."""
 
 import contextlib
+import threading
 
 import pytest
 
@@ -88,6 +89,47 @@ def test_a_stop_hands_over_at_once_and_the_term_is_higher(contender):
     assert clock.now() - began < 2
     assert following.fence > lease.fence
     assert first.elect(timeout=0.2) is None, "who was stopped stands no more"
+
+
+def test_a_stop_in_the_middle_of_an_election_waits_for_its_answer_and_gives_the_term_back(
+    store, contender, monkeypatch
+):
+    """Several beats stop together: the first one's term must not go to one that is about to end, and stay there."""
+    asked, answered = threading.Event(), threading.Event()
+    acquire = store.acquire
+
+    def slowly(request):
+        asked.set()
+        assert answered.wait(30)
+        return acquire(request)
+
+    monkeypatch.setattr(store, "acquire", slowly)
+    one = contender(ttl=300)
+    one.start()
+    assert asked.wait(10)
+    stopped = []
+    stopper = threading.Thread(target=lambda: stopped.append(one.stop()))
+    stopper.start()
+    stopper.join(0.3)
+    assert stopper.is_alive()
+    answered.set()
+    stopper.join(10)
+    assert stopped == [True]
+    assert store.locks(one.lock_key) == []
+
+
+@pytest.mark.parametrize("down", [False, True])
+def test_a_stop_on_standby_waits_for_nothing(store, contender, down):
+    leader, standby = contender(ttl=300), contender(ttl=300)
+    leader.elect(timeout=5)
+    standby.start()
+    poll(lambda: standby.leader is not None)
+    store.down = down
+    began = clock.now()
+    assert standby.stop()
+    assert clock.now() - began < 0.5
+    store.down = False
+    assert leader.leading
 
 
 def test_who_stepped_down_lets_another_lead_and_then_stands_by_for_the_next_term(contender, monkeypatch):
