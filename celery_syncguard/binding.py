@@ -18,6 +18,7 @@ from celery_syncguard.config import Settings
 from celery_syncguard.confirmer import Confirmer
 from celery_syncguard.events import logger
 from celery_syncguard.guard import SyncGuard
+from celery_syncguard.process import forget_in_children
 
 __all__ = ["Binding", "attach", "binding_for", "guard_for", "settings_for"]
 
@@ -27,10 +28,15 @@ class Binding:
 
     def __init__(self, app: Celery) -> None:
         self._app = weakref.ref(app)
-        self._mutex = threading.RLock()
         self._settings: Settings | None = None
         self._guard: SyncGuard | None = None
         self._confirmer: Confirmer | None = None
+        self.forget()
+        forget_in_children(self)
+
+    def forget(self) -> None:
+        """After a fork (and at the start): a thread of the parent may have been in it."""
+        self._mutex = threading.RLock()
 
     @property
     def settings(self) -> Settings:
@@ -62,8 +68,11 @@ class Binding:
         return self._confirmer
 
     def flush(self) -> None:
+        """What waits for the database gets one more attempt: the process ends."""
         if self._confirmer is not None:
             self._confirmer.flush()
+        if self._guard is not None:
+            self._guard.flush()
 
     def close(self) -> None:
         """Flush and close; the next use starts afresh."""

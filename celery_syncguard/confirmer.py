@@ -66,7 +66,8 @@ class Confirmer:
             self._pending[key, task_id] = (ttl, now + patience)
             if first:
                 self._flush_at = now + _GATHER
-        if first:
+        # Also where an earlier start failed: the system may have had no thread left.
+        if first or not self._loop.running:
             self._loop.start()
             self._loop.wake()
 

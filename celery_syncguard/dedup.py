@@ -76,7 +76,8 @@ def publish(
     store = binding.guard_for(app).store
     task_id = call["task_id"] = call.get("task_id") or uuid()
     holder = f"{name}[{task_id}] {default_holder()}"
-    due = _seconds_until(app, call.get("eta"), call.get("countdown")) or 0.0
+    # What was due long ago is work like any other, and its claim is no shorter.
+    due = max(0.0, _seconds_until(app, call.get("eta"), call.get("countdown")) or 0.0)
     if header.get("claimed"):
         # It comes again under the claim that it has. A long wait must not outlast that.
         if due > options.dedup_ttl / 2:

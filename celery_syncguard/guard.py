@@ -202,6 +202,10 @@ class SyncGuard:
             on_lost=on_lost,
         )
 
+    def flush(self) -> None:
+        """One more attempt at releases that the database has not answered yet, before the process ends."""
+        self._renewer.flush()
+
     def close(self) -> None:
         """Stop renewing and close the connections. Leases that were not released end at their ttl. May be repeated."""
         self._closed = True
@@ -224,15 +228,16 @@ class SyncGuard:
         asked_at = clock.now()
         try:
             answer = self.store.acquire(request)
+            return answer if not isinstance(answer, Grant) else self._lease_for(request, answer, asked_at)
         except BaseException as exc:
             if not isinstance(exc, SyncGuardError) or (isinstance(exc, StoreUnavailable) and exc.sent):
-                # No answer, or a soft time limit in the middle of it. Perhaps granted, and nobody knows: do not let it
-                # block others for a whole ttl.
+                # No answer, or a soft time limit in the middle of it, or no thread to renew it in. Perhaps granted, and
+                # nobody knows: do not let it block others for a whole ttl.
                 orphan = Release(key=request.key, lock_id=request.lock_id)
                 self._renewer.release_later(orphan, until=clock.now() + request.ttl)
             raise
-        if not isinstance(answer, Grant):
-            return answer
+
+    def _lease_for(self, request: Acquire, answer: Grant, asked_at: float) -> Lease:
         lease = Lease(
             key=request.key,
             lock_id=request.lock_id,
@@ -365,17 +370,20 @@ class _Turns:
     def turn(self, key: str, timeout: float) -> Iterator[bool]:
         """True inside if it is our turn, false if that did not come in `timeout` seconds."""
         ours = threading.Event()
-        with self._mutex:
-            queue = self._queues.setdefault(key, [])
-            queue.append(ours)
-            if len(queue) == 1:
-                ours.set()
         try:
+            with self._mutex:
+                queue = self._queues.setdefault(key, [])
+                queue.append(ours)
+                if len(queue) == 1:
+                    ours.set()
             yield ours.wait(max(0.0, timeout))
         finally:
+            # Whatever has been done of it: a soft time limit comes between any two steps.
             with self._mutex:
-                queue.remove(ours)
+                queue = self._queues.get(key, [])
+                if ours in queue:
+                    queue.remove(ours)
                 if queue:
                     queue[0].set()
                 else:
-                    del self._queues[key]
+                    self._queues.pop(key, None)

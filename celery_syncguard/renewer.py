@@ -65,6 +65,9 @@ class Renewer:
         self._late: list[tuple[Release, float]] = []
         self._loop = Loop("syncguard-renewer", self._renew_due)
         self._watch = Loop("syncguard-watchdog", self._report_lost)
+        # Apart from the renewals: a release may have to queue for a connection, or wait for a row.
+        self._releasing = threading.Lock()
+        self._releaser = Loop("syncguard-releaser", self._release_late)
         self._busy_at = 0.0
         # When each loop looks again by itself. Written and compared under the mutex, so that a lease which comes while
         # a loop is about to sleep is either seen by it or wakes it.
@@ -80,7 +83,8 @@ class Renewer:
             self._busy_at = now
             wake_renewer = due_at < self._renews_at
             wake_watchdog = lease.deadline < self._watches_at
-        if not self._loop.running:
+        # Both are looked at: the start of the second may have failed.
+        if not (self._loop.running and self._watch.running):
             self._loop.start()
             self._watch.start()
         # A busy process looks once a second anyway. Most leases are due later than that and end before, so they wake
@@ -116,12 +120,16 @@ class Renewer:
         """Repeat this release until it is answered, or until the local instant `until`."""
         with self._mutex:
             self._late.append((release, until))
-        self._loop.start()
-        self._loop.wake()
+        self._releaser.start()
+        self._releaser.wake()
+
+    def flush(self) -> None:
+        """One attempt at what is to be released later, in the calling thread: the process ends."""
+        self._release_late()
 
     def stop(self, *, wait: bool = True) -> None:
-        self._loop.stop(wait=wait)
-        self._watch.stop(wait=wait)
+        for loop in (self._loop, self._watch, self._releaser):
+            loop.stop(wait=wait)
 
     @property
     def count(self) -> int:
@@ -157,7 +165,6 @@ class Renewer:
             lease.lose(_EXPIRED)
         if due:
             self._renew(due)
-        self._release_late()
         return self._next_wait()
 
     def _renew(self, due: list[tuple[_Entry, Lease]]) -> None:
@@ -189,27 +196,10 @@ class Renewer:
         pause = random.uniform(0.5, 1.0) * min(lease.ttl / 10, 0.05 * 2**entry.failures, 2.0)
         entry.due_at = clock.now() + pause
 
-    def _release_late(self) -> None:
-        with self._mutex:
-            late, self._late = self._late, []
-        while late:
-            release, until = late.pop(0)
-            if clock.now() >= until:
-                continue
-            try:
-                self._store.release(release)
-            except SyncGuardError:
-                # One attempt that hangs is enough for now: leases are waiting to be renewed.
-                with self._mutex:
-                    self._late = [*late, (release, until), *self._late]
-                return
-
     def _next_wait(self) -> float | None:
         now = clock.now()
         with self._mutex:
             waits = [entry.due_at - now for entry in self._entries.values()]
-            if self._late:
-                waits.append(0.5)
             wait = self._pause(waits, now)
             self._renews_at = math.inf if wait is None else now + wait
         if wait is None or not waits:
@@ -223,6 +213,26 @@ class Renewer:
         if not waits:
             return 1.0 if now - self._busy_at < MAX_IDLE else None
         return min(1.0, max(0.001, min(waits)))
+
+    # The releasing thread
+
+    def _release_late(self) -> float | None:
+        # One after the other: a process that flushes before it ends must not cut off what its thread has begun.
+        with self._releasing:
+            for _ in range(len(self._late)):
+                with self._mutex:
+                    if not self._late:
+                        break
+                    release, until = self._late.pop(0)
+                if clock.now() >= until:
+                    continue
+                try:
+                    self._store.release(release)
+                except SyncGuardError:
+                    with self._mutex:
+                        self._late.append((release, until))
+                    return 0.5  # one attempt that hangs is enough for now
+        return 0.0 if self._late else None
 
     # The watching thread
 

@@ -331,12 +331,18 @@ def test_a_claim_is_not_longer_than_its_message(producer):
     task.apply_async((2,), expires=datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=50))
     task.apply_async((3,), countdown=7200)
     task.apply_async((4,), countdown=100, expires=200)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    for n, overdue in ((5, datetime.timedelta(minutes=30)), (6, datetime.timedelta(days=2))):
+        task.apply_async((n,), eta=now - overdue)
+    task.apply_async((7,), countdown=-1800)
     producer.flush()
     left = {key: seconds for key, (_, seconds) in producer.claims().items()}
     assert 3 < left["1"] <= 5
     assert 45 < left["2"] <= 50
     assert 10700 < left["3"] <= 10800
     assert 190 < left["4"] <= 200
+    for overdue in ("5", "6", "7"):
+        assert 3500 < left[overdue] <= 3600, "what was due long ago is claimed no shorter than what is due now"
 
 
 def test_a_message_that_comes_again_after_long_keeps_its_claim(producer):

@@ -84,3 +84,79 @@ def test_without_starting_afresh_the_children_would_speak_over_the_parents_conne
     done = subprocess.run([sys.executable, "-c", careless, dsn], capture_output=True, text=True, timeout=110)
     assert done.stdout != f"{[0] * 8}\n"
     assert "StoreUnavailable" in done.stderr
+
+
+_BUSY_PROGRAM = """
+import os, signal, sys, threading, traceback
+from celery import Celery
+from celery_syncguard import binding
+
+app = Celery("busy", broker="memory://", set_as_current=False)
+app.conf.syncguard_dsn = sys.argv[1]
+ours = binding.binding_for(app)
+lease = ours.guard.try_acquire("parent", ttl=60)
+lease.renew()
+ours.confirmer.end("claim", task_id="nobody's", ttl=5)
+ours.flush()
+
+seen, locks = set(), []
+KINDS = (type(threading.Lock()), type(threading.RLock()))
+
+def walk(item):
+    if id(item) in seen: return
+    seen.add(id(item))
+    if isinstance(item, threading.Condition): item = item._lock
+    if isinstance(item, KINDS): locks.append(item)
+    elif isinstance(item, (list, tuple, set)): [walk(one) for one in item]
+    elif isinstance(item, dict): [walk(one) for one in item.values()]
+    elif type(item).__module__.startswith("celery_syncguard"):
+        names = [*getattr(item, "__dict__", ()), *(name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ()))]
+        [walk(getattr(item, name, None)) for name in names]
+
+walk(ours)
+taken, go_on = threading.Event(), threading.Event()
+
+def be_everywhere():
+    for lock in locks: assert lock.acquire(timeout=5), lock
+    taken.set()
+    go_on.wait()
+    for lock in locks: lock.release()
+
+thread = threading.Thread(target=be_everywhere)
+thread.start()
+assert taken.wait(20)
+pid = os.fork()
+if pid == 0:
+    signal.alarm(15)  # a child that hangs is killed
+    try:
+        with binding.guard_for(app).hold("child") as own:
+            assert own.renew()
+        ours.confirmer.end("claim", task_id="nobody's", ttl=5)
+        ours.flush()
+        ours.close()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+go_on.set()
+thread.join()
+lease.release()
+ours.close()
+print(len(locks) > 5, code)
+"""
+
+
+def test_a_child_works_wherever_another_thread_was_when_it_was_forked(pg_dsn: str) -> None:
+    """A worker replaces a dead child while its other threads are at work."""
+    done = subprocess.run([sys.executable, "-c", _BUSY_PROGRAM, pg_dsn], capture_output=True, text=True, timeout=90)
+    assert (done.stdout, done.stderr) == ("True 0\n", "")
+
+
+def test_with_the_locks_of_its_parents_threads_a_child_hangs(pg_dsn: str) -> None:
+    """The negative control."""
+    careless = _BUSY_PROGRAM.replace(
+        "pid = os.fork()", "from celery_syncguard import process\nprocess._forgetful.clear()\npid = os.fork()"
+    ).replace("alarm(15)", "alarm(3)")
+    done = subprocess.run([sys.executable, "-c", careless, pg_dsn], capture_output=True, text=True, timeout=90)
+    assert done.stdout == "True -14\n"

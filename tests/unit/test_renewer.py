@@ -11,7 +11,7 @@ import pytest
 from celery_syncguard import Lease, SyncGuard
 from celery_syncguard.errors import StoreUnavailable
 from celery_syncguard.memory import MemoryStore
-from celery_syncguard.store import Renewal
+from celery_syncguard.store import Release, Renewal
 from celery_syncguard.testing import FakeClock
 from tests.fixtures.polling import poll
 
@@ -23,6 +23,7 @@ class Moody(MemoryStore):
         super().__init__()
         self.mood = "renewed"
         self.asked: list[list[Renewal]] = []
+        self.stuck: threading.Event | None = None
 
     def renew(self, renewals: Sequence[Renewal]) -> dict[str, bool | None]:
         self.asked.append(list(renewals))
@@ -31,6 +32,13 @@ class Moody(MemoryStore):
         if self.mood == "busy":
             return dict.fromkeys((one.lock_id for one in renewals), None)
         return super().renew(renewals)
+
+    def release(self, release: Release) -> Any:
+        if self.stuck is not None and not self.stuck.wait(30):
+            raise StoreUnavailable("stuck")
+        if self.mood == "unreachable":
+            raise StoreUnavailable("no answer")
+        return super().release(release)
 
 
 @pytest.fixture
@@ -114,3 +122,52 @@ def test_a_forked_renewer_knows_no_leases(guard: SyncGuard) -> None:
     guard._renewer.forget()
     assert guard._renewer.count == 0
     assert lease.lock_id not in guard._renewer._entries
+
+
+def test_a_late_release_that_takes_its_time_does_not_hold_up_renewals(guard: SyncGuard, store: Moody) -> None:
+    kept, late = acquire(guard, "kept", ttl=1.0), acquire(guard, "late", ttl=60)
+    store.mood = "unreachable"
+    late.release()
+    store.stuck, store.mood = threading.Event(), "renewed"
+    asked = len(store.asked)
+    poll(lambda: len(store.asked) > asked + 5)
+    kept.check()
+    store.stuck.set()
+    poll(lambda: [row.key for row in guard.locks()] == ["kept"])
+
+
+def test_what_could_not_be_released_is_released_before_the_process_ends(guard: SyncGuard, store: Moody) -> None:
+    """With its completion and its claim, which nobody else would know of."""
+    leases = [acquire(guard, f"k{number}", ttl=60) for number in range(3)]
+    store.mood = "unreachable"
+    for lease in leases:
+        lease.release()
+    guard._renewer._releaser.stop()
+    store.mood = "renewed"
+    guard.flush()
+    assert guard.locks() == []
+
+
+def test_a_thread_that_could_not_be_started_is_started_for_the_next_lease(
+    guard: SyncGuard, store: Moody, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system may have no thread left for a moment. Who has no lease leaves no lock behind, and the next one is kept."""
+    start = threading.Thread.start
+    refused: list[str] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "syncguard-watchdog" and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        acquire(guard, ttl=60)
+    poll(lambda: guard.locks() == [])
+    store.mood = "unreachable"
+    lease = acquire(guard, ttl=0.5)
+    told = threading.Event()
+    lease.on_lost = lambda _: told.set()
+    assert told.wait(10)
+    assert guard._renewer._watch.running

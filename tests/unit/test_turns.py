@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+from celery.exceptions import SoftTimeLimitExceeded
+
 from celery_syncguard import SyncGuard
 from celery_syncguard.guard import _Turns
 from celery_syncguard.testing import hold_elsewhere
@@ -27,6 +30,23 @@ def test_waiters_of_one_process_get_the_lock_in_the_order_in_which_they_came() -
             waiter.join(30)
         assert order == list(range(20))
         assert not guard._turns._queues
+
+
+def test_a_waiter_that_is_interrupted_while_it_takes_its_place_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A soft time limit may come between any two steps."""
+
+    class Interrupted(threading.Event):
+        def set(self) -> None:
+            raise SoftTimeLimitExceeded
+
+    turns = _Turns()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "Event", Interrupted)
+        with pytest.raises(SoftTimeLimitExceeded), turns.turn("k", 0):
+            pass
+    assert not turns._queues
+    with turns.turn("k", 0) as ours:
+        assert ours
 
 
 def test_a_waiter_that_gives_up_leaves_the_line() -> None:
