@@ -232,7 +232,11 @@ class PostgresStore:
         def ask() -> bool:
             return bool(self._call("wait", (key, 10_000)))
 
-        return self._listener.wait(key, timeout, ask)
+        try:
+            return self._listener.wait(key, timeout, ask)
+        except _Busy:
+            # The holder's row is in use: it is held as before, and nobody could tell its release that we wait.
+            return False
 
     # Claims
 

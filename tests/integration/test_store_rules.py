@@ -158,7 +158,7 @@ def test_a_renewal_of_a_row_in_use_is_neither_renewed_nor_lost(
     assert store.renew(renewals) == {lease.lock_id: True, other.lock_id: True}
 
 
-@pytest.mark.parametrize("call", ["release", "wait", "unclaim", "confirm", "release_process"])
+@pytest.mark.parametrize("call", ["release", "unclaim", "confirm", "release_process"])
 def test_every_other_wait_is_bounded_and_becomes_our_error(
     call: str, store: PostgresStore, session: Connection
 ) -> None:
@@ -166,7 +166,6 @@ def test_every_other_wait_is_bounded_and_becomes_our_error(
     store.claim("c", task_id="t", ttl=60.0)
     calls: dict[str, Any] = {
         "release": lambda: store.release(Release(key="k", lock_id=lease.lock_id)),
-        "wait": lambda: store.wait("k", 0.1),
         "unclaim": lambda: store.unclaim("c", task_id="t"),
         "confirm": lambda: store.confirm([("c", "t", 900.0)]),
         "release_process": lambda: store.release_process("p:1"),
@@ -177,6 +176,22 @@ def test_every_other_wait_is_bounded_and_becomes_our_error(
         with pytest.raises(errors.StoreUnavailable):
             calls[call]()
     calls[call]()
+
+
+def test_a_waiter_that_cannot_announce_itself_has_heard_nothing(store: PostgresStore, session: Connection) -> None:
+    """The server answers, so the key is held and not "unavailable", for which a task may choose to run unlocked."""
+    lease = grant(store)
+    with SyncGuard(store.dsn) as guard, session.transaction():
+        # As a renewal does whose commit waits for a synchronous standby.
+        session.execute("select 1 from syncguard_locks for no key update")
+        before = clock_ms(session)
+        assert store.wait("k", 0.1) is False
+        assert clock_ms(session) - before >= 1900, "the wait did not come to its bound"
+        with pytest.raises(errors.LockHeld) as caught, guard.hold("k", wait=0.5):
+            raise AssertionError("it is held")
+    assert caught.value.lock_id == lease.lock_id
+    store.release(Release(key="k", lock_id=lease.lock_id))
+    assert store.wait("k", 0.1) is True
 
 
 # What it costs
