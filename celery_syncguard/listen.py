@@ -14,6 +14,7 @@ from typing import Any
 import psycopg
 
 from celery_syncguard import clock
+from celery_syncguard.connection import Connection
 from celery_syncguard.events import logger
 from celery_syncguard.loop import Loop
 from celery_syncguard.pool import MAX_IDLE, Session
@@ -43,6 +44,7 @@ class Listener:
         self._mutex = threading.Lock()
         self._waiters: dict[str, set[threading.Event]] = {}
         self._listening = threading.Event()
+        self._heard_on: Connection | None = None
         self._last_used = clock.now()
         self._loop = Loop("syncguard-listener", self._listen)
 
@@ -72,9 +74,12 @@ class Listener:
 
     def _listen(self) -> float | None:
         try:
-            with self._session.use() as conn:
-                if not self._listening.is_set():
+            # Not looked at before: what waits there is a notification, or else the next read says what is wrong.
+            with self._session.use(look=False) as conn:
+                if conn is not self._heard_on:
+                    self._listening.clear()
                     conn.execute(f"LISTEN {CHANNEL}")
+                    self._heard_on = conn
                     self._listening.set()
                 for notification in conn.notifies(timeout=_TURN):
                     with self._mutex:
@@ -82,6 +87,7 @@ class Listener:
                             heard.set()
         except psycopg.Error as exc:
             self._listening.clear()
+            self._heard_on = None
             logger.info("cannot listen for releases, waiting tasks poll instead: %s", exc)
             return _TURN
         with self._mutex:
@@ -89,6 +95,7 @@ class Listener:
                 self._last_used = clock.now()
             elif clock.now() - self._last_used > MAX_IDLE:
                 self._listening.clear()
+                self._heard_on = None
                 self._session.close()
                 self._loop.stop(wait=False)
         return 0.0

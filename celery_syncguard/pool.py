@@ -212,14 +212,18 @@ class Session:
         self._used_at = 0.0
 
     @contextmanager
-    def use(self) -> Iterator[Connection]:
+    def use(self, *, look: bool = True) -> Iterator[Connection]:
         """The connection, opened if need be; closed again if the block raises.
+
+        Arguments:
+            look: whether one that has something to say unasked is thrown away first, as it is the server's goodbye. Not
+                for a connection that listens.
 
         Raises:
             psycopg.Error: it cannot be opened.
         """
         with self._mutex:
-            if self._conn is not None and not self._conn.usable:
+            if self._conn is not None and not (self._conn.usable if look else not self._conn.closed):
                 self._drop()
             if self._conn is None:
                 self._conn = Connection.connect(**settings(self._parameters))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import statistics
 import threading
 from collections.abc import Iterator
@@ -158,6 +159,43 @@ def test_waiting_survives_the_loss_of_its_connections(guard: SyncGuard, pg_dsn: 
         assert not taken.done()
         lease.release()
         taken.result(10)
+
+
+@pytest.mark.parametrize("between", ["another key's release", "the server's goodbye"])
+def test_what_the_server_says_between_two_turns_does_not_make_the_listener_deaf(
+    guard: SyncGuard, pg_dsn: str, between: str
+) -> None:
+    listener = guard.store._listener  # type: ignore[attr-defined]
+    heard = threading.Event()
+    listener._waiters["k"] = {heard}
+    listener._listen()  # a turn of its thread, which is not started here
+    conn = listener._session._conn
+    with psycopg.connect(pg_dsn, autocommit=True) as session:
+        if between == "another key's release":
+            session.execute("select pg_notify('syncguard_released', 'other')")
+        else:
+            session.execute("select pg_terminate_backend(%s)", (conn.info.backend_pid,))
+        poll(lambda: select.select([conn.pgconn.socket], [], [], 0)[0])
+        for _ in range(2):  # an error takes a turn
+            listener._listen()
+        assert not heard.is_set()
+        session.execute("select pg_notify('syncguard_released', 'k')")
+    listener._listen()
+    assert heard.is_set(), "the listener is deaf"
+    assert (listener._session._conn is conn) == (between == "another key's release"), "a release cost the connection"
+
+
+def test_a_listener_whose_connection_was_opened_anew_listens_on_that(guard: SyncGuard, pg_dsn: str) -> None:
+    listener = guard.store._listener  # type: ignore[attr-defined]
+    heard = threading.Event()
+    listener._waiters["k"] = {heard}
+    listener._listen()
+    listener._session._conn.close()
+    listener._listen()
+    with psycopg.connect(pg_dsn, autocommit=True) as session:
+        session.execute("select pg_notify('syncguard_released', 'k')")
+    listener._listen()
+    assert heard.is_set(), "the listener is deaf"
 
 
 def test_behind_a_pooler_that_swallows_notifications_waiting_still_works(pgbouncer_dsn: str, guard: SyncGuard) -> None:
