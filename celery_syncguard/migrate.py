@@ -200,12 +200,15 @@ def state(conn: Connection, *, schema: str | None = None) -> SchemaState:
         pending=tuple(one.name for one in wanted if one.name not in applied),
         edited=tuple(one.name for one in wanted if applied.get(one.name, one.checksum) != one.checksum),
         unknown=tuple(sorted(set(applied) - ours)),
+        # Once each: a later migration may make a function anew.
         missing=tuple(
-            name
-            for one in wanted
-            if one.name in applied
-            for name in (*one.tables, *one.indexes, *one.functions)
-            if name not in objects
+            dict.fromkeys(
+                name
+                for one in wanted
+                if one.name in applied
+                for name in (*one.tables, *one.indexes, *one.functions)
+                if name not in objects
+            )
         ),
     )
 

@@ -181,6 +181,7 @@ def test_an_edited_migration_is_noticed(pg_dsn):
         ("drop table syncguard_claims", "syncguard_claims"),
         ("drop index idx_syncguard_locks_lock_id", "idx_syncguard_locks_lock_id"),
         ("drop function syncguard_release", "syncguard_release"),
+        ("drop function syncguard_acquire", "syncguard_acquire, which"),
         ("alter function syncguard_renew rename to elsewhere", "syncguard_renew"),
     ],
 )
@@ -224,6 +225,34 @@ def test_a_migration_that_fails_leaves_nothing_and_can_be_run_again(empty_dsn, m
     monkeypatch.setattr(migrate, "migrations", lambda: [*ours, mended])
     assert migrate.migrate(empty_dsn) == [mended.name]
     assert migrate.migrate(empty_dsn) == []
+
+
+@pytest.mark.parametrize("count", range(1, len(NAMES)))
+def test_an_upgrade_makes_the_same_schema_as_a_new_one_and_keeps_what_is_held(empty_dsn, monkeypatch, count):
+    migrate.migrate(empty_dsn, schema="new")
+    ours = migrate.migrations()
+    with monkeypatch.context() as patch:
+        patch.setattr(migrate, "migrations", lambda: ours[:count])
+        assert migrate.migrate(empty_dsn, schema="old") == NAMES[:count]
+    with SyncGuard(empty_dsn, schema="old") as guard, guard.hold("a", ttl=60) as lease:
+        assert migrate.migrate(empty_dsn, schema="old") == NAMES[count:]
+        assert lease.renew()
+        assert guard.try_acquire("a") is None
+    assert catalog(empty_dsn, "old") == catalog(empty_dsn, "new")
+    work_there(empty_dsn, "old")
+
+
+def test_a_later_migration_changes_no_functions_arguments_or_answer(empty_dsn, monkeypatch):
+    """So that processes of older versions go on calling it while the schema is newer than they are."""
+    ours = migrate.migrations()
+    known: dict = {}
+    for count in range(1, len(ours) + 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(migrate, "migrations", lambda count=count: ours[:count])
+            migrate.migrate(empty_dsn, schema="ours")
+        found = {name: signature for name, *signature in (row[:5] for row in catalog(empty_dsn, "ours")["functions"])}
+        assert {name: found.get(name) for name in known} == known, ours[count - 1].name
+        known = found
 
 
 def test_a_process_of_an_older_version_accepts_a_newer_schema(pg_dsn, monkeypatch):

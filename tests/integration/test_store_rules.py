@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,10 +12,10 @@ from typing import Any
 import psycopg
 import pytest
 
-from celery_syncguard import SyncGuard, errors
+from celery_syncguard import SyncGuard, errors, migrate
 from celery_syncguard.key import new_lock_id
 from celery_syncguard.postgres import PostgresStore
-from celery_syncguard.store import Acquire, Grant, Held, Release, Renewal
+from celery_syncguard.store import Acquire, Done, Grant, Held, Release, Renewal
 from celery_syncguard.testing import race_threads
 from tests.fixtures.polling import poll
 
@@ -406,6 +407,61 @@ def test_a_publisher_that_looked_before_another_claimed_is_told_whose_it_is(
     claim = answer.result(30)
     assert (claim.ours, claim.task_id) == (False, "first-task")
     assert session.execute("select claim_key, task_id from syncguard_claims").fetchall() == [("c", "first-task")]
+
+
+def take_over_while_it_completes(
+    store: PostgresStore, session: Connection, background: ThreadPoolExecutor, *, isolation: str = "read committed"
+) -> Any:
+    """The answer to the next delivery of a run whose transaction called complete(), outlived its lease, and commits when
+    that delivery has found the lease expired and nothing completed.
+    """
+    session.execute(f"alter database {session.info.dbname} set default_transaction_isolation = '{isolation}'".encode())
+    lease = grant(store, task_id="t", ttl=0.5)
+    with psycopg.connect(session.info.dsn) as body:
+        fence = (lease.key, lease.lock_id, lease.fence)
+        assert body.execute("select syncguard_fenced(%s, %s, %s)", fence).fetchone() == (True,)
+        assert body.execute("select syncguard_complete('run', 't', 60000)").fetchone() == (True,)
+        poll(lambda: not store.locks("k"))
+        with session.transaction():
+            # The table that an acquire looks at between the completions and the lock's row.
+            session.execute("lock table syncguard_deaths")
+            answer = background.submit(ask, store, task_id="t", run_keys=("run",), max_deaths=9)
+            wait_until_blocked(session)
+            body.commit()
+    return answer.result(30)
+
+
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])
+def test_a_run_that_completes_while_its_expired_lease_is_taken_over_is_not_repeated(
+    store: PostgresStore, session: Connection, background: ThreadPoolExecutor, isolation: str
+) -> None:
+    done = take_over_while_it_completes(store, session, background, isolation=isolation)
+    assert isinstance(done, Done), done
+    assert (done.run_key, done.task_id) == ("run", "t")
+    assert session.execute("select run_key from syncguard_completions").fetchall() == [("run",)]
+    assert session.execute("select count(*) from syncguard_deaths").fetchone() == (0,)
+
+
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])
+def test_a_run_that_completed_nothing_is_taken_over(store: PostgresStore, session: Connection, isolation: str) -> None:
+    session.execute(f"alter database {session.info.dbname} set default_transaction_isolation = '{isolation}'".encode())
+    grant(store, task_id="t", ttl=0.05)
+    poll(lambda: not store.locks("k"))
+    grant(store, task_id="t", run_keys=("run", "attempt"))
+    assert session.execute("select count(*) from syncguard_completions").fetchone() == (0,)
+
+
+def test_a_look_at_the_completions_before_the_row_is_ours_alone_misses_one(
+    store: PostgresStore, session: Connection, background: ThreadPoolExecutor
+) -> None:
+    """The negative control: the acquire that the first migration made."""
+    (text,) = re.findall(
+        r"^CREATE FUNCTION syncguard_acquire\(.*?^\$\$;$",
+        migrate.migrations()[0].text,
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    session.execute(text.replace("CREATE FUNCTION", "CREATE OR REPLACE FUNCTION").encode())
+    assert isinstance(take_over_while_it_completes(store, session, background), Grant)
 
 
 def test_a_publisher_that_waited_for_one_who_gave_up_gets_the_claim(
