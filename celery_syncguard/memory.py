@@ -187,6 +187,10 @@ class MemoryStore:
             dead = [row for row in self._rows.values() if row.process == process]
             for row in dead:
                 self._bury(row, now)
+                claim = self._claims.get(row.request.claim_key or "")
+                if claim is not None and claim.claimed >= row.acquired:
+                    # Made by the lease's own acquire. An older one is its message's, which may come again.
+                    self._end_claim_of(row)
                 del self._rows[row.request.key]
             self._changed.notify_all()
             return len(dead)

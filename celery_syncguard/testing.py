@@ -406,6 +406,29 @@ class StoreContract:
         assert store.release_process("p:1") == 0
         _acquire(store, "k", task_id="t", max_deaths=1)
 
+    def test_release_process_ends_the_claim_that_a_lease_of_it_made(self, store: LockStore) -> None:
+        """Nobody else can: the message says nothing of it, and the lease that tells of a dead worker is gone."""
+        _acquire(store, "k", process="p:1", task_id="t", claim_key="c", claim_ttl=60.0)
+        _acquire(store, "other", process="p:2", task_id="other", claim_key="theirs", claim_ttl=60.0)
+        assert _look(store, "c").task_id == "t"
+        assert store.release_process("p:1") == 1
+        assert store.claim("c", task_id="next", ttl=60.0).ours
+        assert _look(store, "theirs").task_id == "other"
+
+    def test_release_process_keeps_the_claim_of_a_message_that_may_come_again(self, store: LockStore) -> None:
+        store.claim("c", task_id="t", ttl=60.0)
+        _until(lambda: _look(store, "c").age > 0.005)
+        _acquire(store, "k", process="p:1", task_id="t", claim_key="c", claim_ttl=900.0)
+        store.release_process("p:1")
+        assert _look(store, "c").task_id == "t"
+
+    def test_release_process_ends_no_claim_of_another_task(self, store: LockStore) -> None:
+        _acquire(store, "k", process="p:1", task_id="t", claim_key="c", claim_ttl=60.0)
+        store.unclaim("c", task_id="t")
+        store.claim("c", task_id="other", ttl=60.0)
+        store.release_process("p:1")
+        assert _look(store, "c").task_id == "other"
+
     # Completions
 
     def test_a_completed_run_answers_the_next_acquire(self, store: LockStore) -> None:

@@ -195,3 +195,40 @@ BEGIN
   END IF;
 END
 $$;
+
+-- Also ends the claims that those leases' own acquires made, for messages that were published without one. A claim that is
+-- older than the lease is its message's, which may come again: whoever watches the message ends it.
+CREATE OR REPLACE FUNCTION syncguard_release_process(p_process TEXT) RETURNS INTEGER
+LANGUAGE plpgsql VOLATILE
+SET lock_timeout = '2s'
+SET search_path FROM CURRENT
+AS $$
+DECLARE
+  v_row RECORD;
+  v_count INTEGER := 0;
+BEGIN
+  FOR v_row IN
+    WITH freed AS (
+      DELETE FROM syncguard_locks l
+      WHERE l.process = p_process AND l.holder_lock_id = l.lock_id
+      RETURNING l.key, l.task_id, l.claim_key, l.acquired_at_ms, l.waiting_until_ms
+    )
+    -- In the order in which others lock claims.
+    SELECT * FROM freed ORDER BY claim_key
+  LOOP
+    v_count := v_count + 1;
+    IF v_row.task_id IS NOT NULL THEN
+      INSERT INTO syncguard_deaths AS d (task_id, deaths, last_at_ms)
+      VALUES (v_row.task_id, 1, syncguard_clock_ms())
+      ON CONFLICT (task_id) DO UPDATE SET deaths = d.deaths + 1, last_at_ms = excluded.last_at_ms;
+      -- Without the lock's row nobody could tell any more that this claim's worker is dead.
+      DELETE FROM syncguard_claims c
+      WHERE c.claim_key = v_row.claim_key AND c.task_id = v_row.task_id AND c.claimed_at_ms >= v_row.acquired_at_ms;
+    END IF;
+    IF v_row.waiting_until_ms > syncguard_clock_ms() THEN
+      PERFORM pg_notify('syncguard_released', v_row.key);
+    END IF;
+  END LOOP;
+  RETURN v_count;
+END
+$$;

@@ -1,5 +1,6 @@
 """A claim lasts as long as its work and no longer, whatever becomes of the message, the task and the worker."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -245,6 +246,21 @@ def test_the_claim_of_a_killed_child_is_freed(setup, history, claims, task):
     poll(lambda: claims() == {}, timeout=20)
     assert not task.delay("a").duplicate
     assert first.id
+
+
+def test_the_claim_of_a_killed_child_is_freed_also_when_its_message_was_sent_by_name(setup, history, claims):
+    """Its header says nothing of a claim, so only the lease of the dead child does."""
+    task = setup.module.locked
+    worker = setup.start_worker(concurrency=1)
+    first = setup.app.send_task(task.name, ["a", "never"])
+    history.wait_for("start")
+    assert claims() == {"locked:a": first.id}
+    for pid in worker.children():
+        os.kill(pid, signal.SIGKILL)
+    poll(lambda: claims() == {}, timeout=20)
+    second = task.delay("a")
+    assert not second.duplicate
+    assert second.get(timeout=30) == "a"
 
 
 def test_the_claim_of_a_worker_that_is_gone_is_free_at_the_locks_ttl(setup, history, claims):
