@@ -220,11 +220,13 @@ class MemoryStore:
         with self._changed:
             before = clock.now() - older
             locks = [key for key, row in self._rows.items() if row.expires <= before]
+            claimed = len(self._claims)
+            for key in locks:
+                # The lease is what tells that the claim's holder is dead.
+                self._end_claim_of(self._rows.pop(key))
             completions = [key for key, done in self._completions.items() if done.expires <= before]
             claims = [key for key, claim in self._claims.items() if claim.expires <= before]
             deaths = [key for key, (_, last) in self._deaths.items() if last <= before - 7 * 86_400]
-            for key in locks:
-                del self._rows[key]
             limit = int((before + self._offset) * 1000)
             idle = [key for key, fence in self._counters.items() if fence < limit and key not in self._rows]
             idle = idle if counters else []
@@ -232,11 +234,12 @@ class MemoryStore:
                 del self._completions[key]
             for key in claims:
                 del self._claims[key]
+            claimed -= len(self._claims)
             for key in deaths:
                 del self._deaths[key]
             for key in idle:
                 del self._counters[key]
-        return Pruned(len(locks), len(completions), len(claims), len(deaths), len(idle))
+        return Pruned(len(locks), len(completions), claimed, len(deaths), len(idle))
 
     def wait(self, key: str, timeout: float) -> bool:
         with self._changed:

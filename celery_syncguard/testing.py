@@ -576,6 +576,26 @@ class StoreContract:
         assert not store.claim("live", task_id="other", ttl=60.0).ours
         assert isinstance(_ask(store, "run", run_keys=("live",)), Done)
 
+    def test_prune_takes_the_claim_of_a_dead_holder_with_its_lease(self, store: LockStore) -> None:
+        """By the expired lease the next publisher would have told that the claim is over."""
+        for key in ("dead", "alive", "another's", "started"):
+            claim_ttl = None if key == "started" else 60.0
+            _acquire(store, key, ttl=60.0 if key == "alive" else 0.05, task_id="t", claim_key=key, claim_ttl=claim_ttl)
+            if key in ("another's", "started"):
+                store.unclaim(key, task_id="t")
+                store.claim(key, task_id="t" if key == "started" else "other", ttl=60.0)
+        _until(lambda: len(store.locks()) == 1)
+        assert store.prune(older=60.0).claims == 0
+        locks = claims = 0
+        while locks < 3:
+            pruned = store.prune(older=0.0)
+            locks, claims = locks + pruned.locks, claims + pruned.claims
+        assert (locks, claims) == (3, 1)
+        assert store.claim("dead", task_id="next", ttl=60.0, lock_key="dead").ours
+        assert _look(store, "alive").task_id == "t"
+        assert _look(store, "another's").task_id == "other"
+        assert _look(store, "started").task_id == "t"
+
     def test_prune_keeps_the_counter_of_a_live_lock(self, store: LockStore) -> None:
         grant = _acquire(store, "k")
         _until(lambda: _row(store, "k").since > 0.01)

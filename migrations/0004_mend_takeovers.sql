@@ -232,3 +232,66 @@ BEGIN
   RETURN v_count;
 END
 $$;
+
+-- A pruned lease takes the claim of its dead holder with it.
+CREATE OR REPLACE FUNCTION syncguard_prune(
+  p_older_ms BIGINT,
+  p_counters BOOLEAN DEFAULT FALSE,
+  p_limit INTEGER DEFAULT 10000,
+  OUT locks BIGINT,
+  OUT completions BIGINT,
+  OUT claims BIGINT,
+  OUT deaths BIGINT,
+  OUT counters BIGINT
+)
+LANGUAGE plpgsql VOLATILE
+SET search_path FROM CURRENT
+AS $$
+DECLARE
+  v_before BIGINT := syncguard_clock_ms() - p_older_ms;
+  v_locks TID[] := ARRAY(
+    SELECT l.ctid FROM syncguard_locks l WHERE l.expires_at_ms <= v_before LIMIT p_limit FOR UPDATE SKIP LOCKED
+  );
+  v_dead BIGINT;
+BEGIN
+  -- By an expired lease syncguard_claim tells that a claim's worker is dead, so the two go together: where somebody has
+  -- the claim locked, both stay for the next time.
+  DELETE FROM syncguard_claims WHERE ctid = ANY (ARRAY(
+    SELECT c.ctid FROM syncguard_locks l JOIN syncguard_claims c ON c.claim_key = l.claim_key AND c.task_id = l.task_id
+    WHERE l.ctid = ANY (v_locks) AND l.holder_lock_id = l.lock_id
+    FOR UPDATE OF c SKIP LOCKED
+  ));
+  GET DIAGNOSTICS v_dead = ROW_COUNT;
+  DELETE FROM syncguard_locks l
+  WHERE l.ctid = ANY (v_locks) AND NOT EXISTS (
+    SELECT 1 FROM syncguard_claims c
+    WHERE c.claim_key = l.claim_key AND c.task_id = l.task_id AND l.holder_lock_id = l.lock_id
+  );
+  GET DIAGNOSTICS locks = ROW_COUNT;
+  DELETE FROM syncguard_completions WHERE ctid = ANY (ARRAY(
+    SELECT c.ctid FROM syncguard_completions c WHERE c.expires_at_ms <= v_before LIMIT p_limit FOR UPDATE SKIP LOCKED
+  ));
+  GET DIAGNOSTICS completions = ROW_COUNT;
+  DELETE FROM syncguard_claims WHERE ctid = ANY (ARRAY(
+    SELECT c.ctid FROM syncguard_claims c WHERE c.expires_at_ms <= v_before
+    LIMIT greatest(p_limit - v_dead, 0) FOR UPDATE SKIP LOCKED
+  ));
+  GET DIAGNOSTICS claims = ROW_COUNT;
+  claims := claims + v_dead;
+  DELETE FROM syncguard_deaths WHERE ctid = ANY (ARRAY(
+    SELECT d.ctid FROM syncguard_deaths d
+    WHERE d.last_at_ms <= v_before - 7 * 86400000::bigint LIMIT p_limit FOR UPDATE SKIP LOCKED
+  ));
+  GET DIAGNOSTICS deaths = ROW_COUNT;
+  counters := 0;
+  IF p_counters THEN
+    DELETE FROM syncguard_fence_counters WHERE ctid = ANY (ARRAY(
+      SELECT c.ctid FROM syncguard_fence_counters c
+      WHERE c.fence >= 1000000000000 AND c.fence < v_before
+        AND NOT EXISTS (SELECT 1 FROM syncguard_locks l WHERE 'fence:' || l.key = c.fence_key)
+      LIMIT p_limit FOR UPDATE SKIP LOCKED
+    ));
+    GET DIAGNOSTICS counters = ROW_COUNT;
+  END IF;
+END
+$$;

@@ -195,6 +195,23 @@ def test_a_waiter_that_cannot_announce_itself_has_heard_nothing(store: PostgresS
     assert store.wait("k", 0.1) is True
 
 
+def test_prune_waits_for_nobody_and_keeps_the_lease_of_a_claim_in_use(
+    store: PostgresStore, session: Connection
+) -> None:
+    """Without the lease, nobody could tell any more that the claim's worker is dead."""
+    for key in ("used", "unused"):
+        grant(store, key, ttl=0.05, task_id="t", claim_key=key, claim_ttl=60.0)
+    poll(lambda: not store.locks())
+    with session.transaction():
+        # As a confirmation does, which comes from the producer.
+        session.execute("select 1 from syncguard_claims where claim_key = 'used' for no key update")
+        pruned = store.prune(older=0.0)
+        assert (pruned.locks, pruned.claims) == (1, 1)
+        assert session.execute("select key from syncguard_locks").fetchall() == [("used",)]
+    pruned = store.prune(older=0.0)
+    assert (pruned.locks, pruned.claims) == (1, 1)
+
+
 # What it costs
 
 
