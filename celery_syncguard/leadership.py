@@ -124,7 +124,7 @@ class Leadership:
         self._not_before = 0.0
         self._ours: str | None = None  # lock_id of the latest term of this process
         self._asked_down = False
-        self._asking = False  # a term may be on its way
+        self._busy = False  # a term may be on its way here, or is being given up
         self._stopping = False
         self._stopped = threading.Event()
         self._turn = threading.Condition()
@@ -226,8 +226,10 @@ class Leadership:
         """
         self._stopping = True
         self._loop.wake()
-        # In this order: a term that has arrived was seen on its way, or is seen now.
-        if (not self._asking and self._lease is None) or not self._loop.running:
+        # In this order: a term that has arrived was seen on its way, or is seen now; one that has left since that look is
+        # seen leaving, or its release is done.
+        idle = not self._busy and self._lease is None and not self._busy
+        if idle or not self._loop.running:
             return True
         return self._stopped.wait(timeout)
 
@@ -304,7 +306,7 @@ class Leadership:
 
     def _ask(self, request: Acquire) -> Lease | Held | Done | Dead | None:
         """None: stopped, and so not asked."""
-        self._asking = True  # before the look at whether it may: a stop looks the other way round
+        self._busy = True  # before the look at whether it may: a stop looks the other way round
         try:
             if self._stopping:
                 return None
@@ -314,7 +316,7 @@ class Leadership:
                 self._begin_term(answer)
             return answer
         finally:
-            self._asking = False
+            self._busy = False
 
     def _hear(self, held: Held) -> None:
         before, self._heard = self._heard, (held, clock.now())
@@ -342,21 +344,25 @@ class Leadership:
         lease = self._lease
         if lease is None:
             return
-        with self._turn:
-            self._lease = None
-            self._turn.notify_all()
-        if lease.lost:
-            logger.warning(
-                "standby: this process no longer leads %r, term %d is lost: %s", self.key, lease.fence, reason
-            )
-            # Its row may still be there, and would keep everybody waiting to its end.
-            with contextlib.suppress(SyncGuardError):
-                self._guard.store.release(Release(key=lease.key, lock_id=lease.lock_id))
-        else:
-            # Before it is logged: a signal handler that waits for this may have interrupted somebody who is logging.
-            lease.release()
-            logger.info("%s: this process leads %r no more, term %d is over", reason, self.key, lease.fence)
-        self._call(self._on_lost, lease)
+        self._busy = True  # before there is no lease to be seen: until the release is done, a stop has to wait for it
+        try:
+            with self._turn:
+                self._lease = None
+                self._turn.notify_all()
+            if lease.lost:
+                logger.warning(
+                    "standby: this process no longer leads %r, term %d is lost: %s", self.key, lease.fence, reason
+                )
+                # Its row may still be there, and would keep everybody waiting to its end.
+                with contextlib.suppress(SyncGuardError):
+                    self._guard.store.release(Release(key=lease.key, lock_id=lease.lock_id))
+            else:
+                # Before it is logged: a signal handler that waits for this may have interrupted somebody who is logging.
+                lease.release()
+                logger.info("%s: this process leads %r no more, term %d is over", reason, self.key, lease.fence)
+            self._call(self._on_lost, lease)
+        finally:
+            self._busy = False
 
     def _noticed(self, _lease: Lease) -> None:
         self._loop.wake()

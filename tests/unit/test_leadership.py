@@ -118,6 +118,30 @@ def test_a_stop_in_the_middle_of_an_election_waits_for_its_answer_and_gives_the_
     assert store.locks(one.lock_key) == []
 
 
+def test_a_stop_waits_for_a_release_that_is_under_way_already(store, contender, monkeypatch):
+    """Whoever ends its process then, in the middle of the release, keeps the others waiting for a whole ttl."""
+    asked, answered = threading.Event(), threading.Event()
+    release = store.release
+
+    def slowly(request):
+        asked.set()
+        assert answered.wait(30)
+        return release(request)
+
+    one = contender(ttl=300)
+    one.elect(timeout=5)
+    monkeypatch.setattr(store, "release", slowly)
+    one.step_down()
+    assert asked.wait(10)
+    try:
+        assert one.stop(timeout=0.1) is False
+        assert one.stop(timeout=0.1) is False, "nor may the second one go"
+    finally:
+        answered.set()
+    assert one.stop()
+    assert store.locks(one.lock_key) == []
+
+
 @pytest.mark.parametrize("down", [False, True])
 def test_a_stop_on_standby_waits_for_nothing(store, contender, down):
     leader, standby = contender(ttl=300), contender(ttl=300)
