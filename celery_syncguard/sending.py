@@ -259,9 +259,10 @@ class _SlotSending:
         now = self._now()
         if not place.planned:
             self._plan(entry.schedule, place)
-            self._settle(entry, place, place.pending, now)
         if place.next_due is not None and place.next_due <= now:
             self._refill(entry, place, now)
+        elif place.pending:
+            self._settle_again(entry, place, now)
         if place.pending:
             willing, delay = self._willing(entry, place)
             if not willing:
@@ -290,6 +291,18 @@ class _SlotSending:
         if slots:
             place.counted = slots[-1]
         place.next_due = None if instant is not None else next_due(plan, place.counted)
+
+    def _settle_again(self, entry: Any, place: _Place, now: datetime) -> None:
+        # In time when they came due, they may be too late by now: the broker was away, or the entry's own class not willing.
+        waiting = len(place.pending)
+        self._settle(entry, place, place.pending, now)
+        if len(place.pending) < waiting:
+            logger.info(
+                "%r has %s slot(s) due, sending %d of them by its rule", entry.name, waiting, len(place.pending)
+            )
+            if not any(other.pending for other in self._places.values()):
+                # Nothing is left that cannot be sent. Whether the broker is back shows with the next slot.
+                self._broker_failures, self.failure = 0, None
 
     def _settle(self, entry: Any, place: _Place, candidates: list[datetime], now: datetime) -> None:
         """Of these due slots send what the rule says, and give up those that were claimed and are not among them."""

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 from celery import Celery, beat
 from celery.schedules import crontab
+from kombu import Connection
 
 from celery_syncguard import binding, clock, signals
 from celery_syncguard.beat import LeaderScheduler, scheduler_class
@@ -231,6 +232,70 @@ def test_celerys_deadline_for_crontabs_holds_under_every_rule(scheduler, monkeyp
     poll(lambda: one.tick() is not None and "fast" in {entry for entry, _ in sent(one)})
     poll(lambda: one.tick() > 0)
     assert len([entry for entry, _ in sent(one) if entry == "hourly"]) == hours
+
+
+RULES_OF_LATE_SLOTS = {
+    "one": ({}, {}, True),
+    "skip": ({"options": {"syncguard_catch_up": "skip"}}, {}, False),
+    "crontab": ({"schedule": crontab(minute="*/10")}, {"beat_cron_starting_deadline": 60}, False),
+}
+
+
+@pytest.mark.parametrize("rule", RULES_OF_LATE_SLOTS)
+def test_a_slot_that_came_due_while_the_broker_was_away_is_sent_by_its_rule_and_not_later(scheduler, monkeypatch, rule):
+    """The broker is back before the next slot is due."""
+    options, settings, sends = RULES_OF_LATE_SLOTS[rule]
+    hand = Clock(monkeypatch)
+    hand.ahead = 601 - clock.wall_ms() / 1000 % 600  # a slot of the crontab is ten minutes away
+    entry = {**every(600), **options}
+    away = threading.Event()
+    connect = Connection.connect
+
+    def connect_if_there(connection):
+        if away.is_set():
+            raise ConnectionRefusedError("the broker is away")
+        return connect(connection)
+
+    monkeypatch.setattr(Connection, "connect", connect_if_there)
+    one = lead(scheduler(make_app({"late": entry}, syncguard_leader_ttl=3600, **settings)))
+    away.set()
+    hand.ahead += 601
+    poll(lambda: one.tick() is not None and one._inner.failure is not None)
+    hand.ahead += 90
+    away.clear()
+    poll(lambda: one.tick() > 0 and one._inner.failure is None)
+    assert [name for name, _ in sent(one)] == ["late"] * sends
+    hand.ahead += 520
+    poll(lambda: one.tick() is not None and len(sent(one)) == sends + 1)
+
+
+@pytest.mark.parametrize("rule", RULES_OF_LATE_SLOTS)
+def test_a_slot_that_its_own_class_holds_back_is_sent_by_its_rule_and_not_later(scheduler, monkeypatch, rule):
+    options, settings, sends = RULES_OF_LATE_SLOTS[rule]
+    hand = Clock(monkeypatch)
+    hand.ahead = 601 - clock.wall_ms() / 1000 % 600
+    asked = []
+
+    class NotYet(beat.Scheduler):
+        willing = False
+
+        def is_due(self, entry):
+            asked.append(entry.name)
+            return self.willing, 0.05
+
+    app = make_app(
+        {"late": {**every(600), **options}}, syncguard_leader_ttl=3600, syncguard_beat_scheduler=NotYet, **settings
+    )
+    one = lead(scheduler(app))
+    hand.ahead += 601
+    poll(lambda: one.tick() is not None and asked)
+    hand.ahead += 90
+    monkeypatch.setattr(NotYet, "willing", True)
+    if sends:
+        poll(lambda: one.tick() is not None and sent(one))
+    else:
+        poll(lambda: one.tick() is not None and not one._inner._places["late"].pending)
+        assert sent(one) == []
 
 
 def test_the_option_for_catching_up_does_not_reach_the_message(scheduler, monkeypatch):
