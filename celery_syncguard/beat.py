@@ -38,7 +38,7 @@ from celery_syncguard.events import logger
 from celery_syncguard.leadership import Leadership
 from celery_syncguard.lease import Lease
 from celery_syncguard.sending import AGAIN, of_the_database, sending
-from celery_syncguard.slots import Slots, open_slots
+from celery_syncguard.slots import PRUNED_AT_MOST, Slots, open_slots
 
 __all__ = ["LeaderScheduler"]
 
@@ -238,7 +238,8 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         )
         if now >= self._next_prune:
             self._next_prune = now + _PRUNE_EVERY
-            self._slots.prune(older=_KEPT)
+            if self._slots.prune(older=_KEPT) >= PRUNED_AT_MOST:
+                self._next_prune = now  # there may be more, which would otherwise pile up: the next report goes on
 
     def _hold_back(self, exc: SyncGuardError) -> float:
         level = logger.debug if self._complained else logger.warning

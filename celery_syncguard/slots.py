@@ -26,6 +26,7 @@ from celery_syncguard.postgres import PostgresStore
 from celery_syncguard.store import LockStore
 
 __all__ = [
+    "PRUNED_AT_MOST",
     "Claimed",
     "Entered",
     "EntryRow",
@@ -42,6 +43,9 @@ _NAMESPACE = uuid.UUID("6f8f5c0e-3a0b-5d57-9a0c-0f6d2b1c7e55")
 
 #: How long an entry that left the schedule keeps its place in it.
 KEEPS_ITS_PLACE = timedelta(hours=1)
+
+#: The most slots that one `prune` deletes in PostgreSQL (`p_limit` in `migrations/0002`), so that it is over soon.
+PRUNED_AT_MOST = 10_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

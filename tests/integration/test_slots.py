@@ -12,7 +12,7 @@ from celery_syncguard.config import Settings
 from celery_syncguard.errors import StoreUnavailable
 from celery_syncguard.leadership import leader_lock_key
 from celery_syncguard.lease import Lease
-from celery_syncguard.slots import Slot, open_slots
+from celery_syncguard.slots import PRUNED_AT_MOST, Slot, open_slots
 from celery_syncguard.store import Acquire, Release
 from tests.fixtures.polling import poll
 
@@ -281,3 +281,14 @@ def test_a_mark_that_the_database_did_not_hear_is_told_before_anything_else(pg_d
         assert poll(lambda: slots.enter(lease, {"a": TEXT}))
         assert slots.unsent() == []
         assert slots.recent()[0].sent_at is not None
+
+
+def test_one_prune_deletes_no_more_than_it_says_and_the_next_one_goes_on(pg_dsn):
+    with SyncGuard(pg_dsn) as guard, psycopg.connect(pg_dsn, autocommit=True) as conn:
+        conn.execute(
+            "INSERT INTO syncguard_beat_slots (leader_key, entry, due_at, task_id, term, claimed_at) "
+            "SELECT 'beat', 'a', %s + n * INTERVAL '1 second', n::text, 1, %s FROM generate_series(1, %s) n",
+            (DUE, DUE, PRUNED_AT_MOST + 1),
+        )
+        slots = open_slots(guard.store, "beat")
+        assert [slots.prune(older=3600) for _ in range(3)] == [PRUNED_AT_MOST, 1, 0]

@@ -15,6 +15,7 @@ from celery_syncguard import binding, clock, signals
 from celery_syncguard.beat import LeaderScheduler, scheduler_class
 from celery_syncguard.errors import ImproperlyConfigured
 from celery_syncguard.sending import sending, undisturbed
+from celery_syncguard.slots import PRUNED_AT_MOST
 from tests.fixtures.polling import poll
 
 
@@ -362,6 +363,23 @@ def test_memory_stays_flat_over_many_ticks_and_terms(scheduler, monkeypatch):
     before = work(200)
     after = work(1000)
     assert after < before * 1.03 + 2000
+
+
+def test_old_slots_are_deleted_once_an_hour_and_on_and_on_while_there_are_more(scheduler, monkeypatch):
+    """However many there are in an hour: one call of the database's function deletes no more than so many."""
+    hand = Clock(monkeypatch)
+    one = lead(scheduler(make_app({"a": every(10)}, syncguard_leader_ttl=3600)))
+    left = [PRUNED_AT_MOST, PRUNED_AT_MOST, 7]
+    monkeypatch.setattr(one._slots, "prune", lambda older: left.pop(0))
+
+    def report():
+        one._next_report = 0.0
+        one._report()
+        return len(left)
+
+    assert report() == 3, "it has done so at the beginning of its term"
+    hand.ahead += 3601
+    assert [report() for _ in range(5)] == [2, 1, 0, 0, 0]
 
 
 def test_close_in_mid_tick_hands_over_and_leaves_the_rest_to_the_second_call(scheduler):
