@@ -74,7 +74,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         self._next_tick = self._next_report = self._next_prune = 0.0
         self._failures = 0
         self._complained = False
-        self._ticking = False
+        self._busy = False  # a signal handler that runs now interrupts the schedule
         self._ticked_at = 0.0
         self._closed = False
 
@@ -108,31 +108,44 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         """One look; the seconds to sleep before the next one."""
         if self._closed:
             return _TURN
-        self._ticking, self._ticked_at = True, clock.now()
+        self._ticked_at = clock.now()
         try:
+            self._busy = True
             return self._tick()
         finally:
-            self._ticking = False
+            self._busy = False
 
     def should_sync(self) -> bool:
         return self._leads() and bool(self._inner.should_sync())
 
     def sync(self) -> None:
-        if self._leads():
+        if not self._leads():
+            return
+        try:
+            self._busy = True
             self._attempt(self._inner._do_sync, "could not write back its schedule")  # noqa: SLF001 - notes when it was
+        finally:
+            self._busy = False
 
     def close(self) -> None:
-        """Hand the leadership over. At once and within a second, when called by a signal handler in mid tick; then the
-        schedule is closed by the second call, which Celery makes once the tick is unwound.
+        """Hand the leadership over. At once and within a second, when called by a signal handler in the middle of a tick, of
+        a `sync` or of itself; then the schedule is closed by the next call, which Celery makes once that is unwound.
         """
         self._closed = True
-        if not self._ticking:
+        if self._busy:
+            # The schedule may hold locks of its own, a connection's above all, and must not be entered a second time.
+            if self._leadership is not None:
+                self._leadership.stop(timeout=1.0)
+            return
+        try:
+            self._busy = True
             self._write_last()
-        if self._leadership is not None:
-            self._leadership.stop(timeout=1.0 if self._ticking else 5.0)
-        if not self._ticking:
+            if self._leadership is not None:
+                self._leadership.stop()
             # Last, since a broker that hangs may take its time over a connection that is to be closed.
             self._retire()
+        finally:
+            self._busy = False
 
     # The tick
 

@@ -4,19 +4,23 @@
     python -m tests.integration.beat_ticks edits ROUNDS {locked,unlocked}
     python -m tests.integration.beat_ticks cuts ROUNDS {kept,forgotten}
     python -m tests.integration.beat_ticks reads ROUNDS {kept,forgotten}
+    python -m tests.integration.beat_ticks stops SECONDS {apart,entered}
 
 "memory" counts objects and bytes while slots are sent and the schedule changes. "edits" changes a row of the schedule
 between the claim of a slot and the writing of that row, and once more while it is being written; "unlocked" takes our lock
 of the row away, and has to show the fault. "cuts" ends the connection over which the row is about to be written; "forgotten"
 does without our way of writing it, and has to show the fault. "reads" ends it when an edit was noticed and is about to be
-read. Prints what happened as JSON. A program of its own, since Django is set up
+read. "stops" ends beat by SIGTERM while a row is being written, and gives it so many seconds; "entered" lets the handler write as
+well, and has to show the fault. Prints what happened as JSON. A program of its own, since Django is set up
 once per process, and since the memory of a process that has run other tests says little.
 """
 
+import contextlib
 import gc
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 from datetime import timedelta
@@ -153,7 +157,7 @@ def tick_many(inside, ticks):
 # Edits and cuts
 
 
-def lead_busy(dsn):
+def lead_busy(dsn, scheduler="django"):
     """A beat that leads and has an entry with a slot in every tick, all in PostgreSQL."""
     from psycopg.conninfo import conninfo_to_dict
 
@@ -176,7 +180,7 @@ def lead_busy(dsn):
     every = IntervalSchedule.objects.create(every=1000, period="microseconds")
     PeriodicTask.objects.create(name="busy", task="note", interval=every)
     app = make_app(
-        syncguard_dsn=dsn, syncguard_beat_scheduler="django", syncguard_leader_ttl=60, beat_max_loop_interval=1
+        syncguard_dsn=dsn, syncguard_beat_scheduler=scheduler, syncguard_leader_ttl=60, beat_max_loop_interval=1
     )
     return lead(app)
 
@@ -307,12 +311,55 @@ def cut_while_reading(dsn, rounds, protection):
     return seen
 
 
+def stop_while_saving(dsn, seconds, protection):
+    one = lead_busy(dsn, "tests.integration.django_own_sync:OwnSync")
+    from django.db import connection
+
+    add_row("second", 1)
+    if protection == "entered":
+        LeaderScheduler.sync = lambda self: self._inner._do_sync()
+    watcher = psycopg.connect(dsn, autocommit=True)
+    locker = psycopg.connect(dsn)
+    poll(lambda: one.tick() is not None and one._inner._dirty == {"busy", "second"}, interval=0.0005)
+    locker.execute("select from django_celery_beat_periodictask for update")
+    connection.ensure_connection()
+    pid = connection.connection.info.backend_pid
+    closed = threading.Event()
+
+    def handler(*_):
+        one.close()
+        raise SystemExit
+
+    def stop():
+        query = "select wait_event_type from pg_stat_activity where pid = %s"
+        poll(lambda: watcher.execute(query, (pid,)).fetchone() == ("Lock",))
+        os.kill(os.getpid(), signal.SIGTERM)
+        hands_over = one.leadership.lost(timeout=seconds)
+        locker.rollback()
+        print(json.dumps({"hands over": hands_over, "ends": closed.wait(seconds)}), flush=True)
+        os._exit(0)  # a main thread that waits for itself ends by nothing else
+
+    signal.signal(signal.SIGTERM, handler)
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    with contextlib.suppress(SystemExit):
+        one.sync()
+    one.close()
+    closed.set()
+    stopper.join()
+
+
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     what, *arguments = sys.argv[1:]
     if what == "memory":
         seen = tick_many(arguments[0], int(arguments[1]))
     else:
-        acts = {"edits": edit_while_saving, "cuts": cut_while_saving, "reads": cut_while_reading}
+        acts = {
+            "edits": edit_while_saving,
+            "cuts": cut_while_saving,
+            "reads": cut_while_reading,
+            "stops": stop_while_saving,
+        }
         seen = acts[what](os.environ["SYNCGUARD_DSN"], int(arguments[0]), arguments[1])
     print(json.dumps(seen))

@@ -89,3 +89,16 @@ def test_without_looking_again_it_is_not_read_until_the_schedule_is_read_anyway(
     """The negative control: that is every five minutes."""
     seen, _ = ticks("reads", 1, "forgotten", SYNCGUARD_DSN=pg_dsn)
     assert seen == {"cuts": 1, "never seen": 1}
+
+
+def test_a_stop_while_a_row_is_written_hands_over_and_ends(pg_dsn):
+    """The handler runs inside the statement, which holds the lock of Django's connection."""
+    seen, log = ticks("stops", 10, "apart", SYNCGUARD_DSN=pg_dsn)
+    assert seen == {"hands over": True, "ends": True}
+    assert "Traceback" not in log
+
+
+def test_a_handler_that_writes_as_well_waits_for_itself_and_leads_on(pg_dsn):
+    """The negative control."""
+    seen, _ = ticks("stops", 3, "entered", SYNCGUARD_DSN=pg_dsn)
+    assert seen == {"hands over": False, "ends": False}

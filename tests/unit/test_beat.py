@@ -388,15 +388,39 @@ def test_close_in_mid_tick_hands_over_and_leaves_the_rest_to_the_second_call(sch
     inner = one._inner
     closed = []
     inner.close = lambda: closed.append(1)
-    one._ticking = True
+    one._busy = True
     one.close()
     assert not one.leadership.leading
     assert closed == []
-    one._ticking = False
+    one._busy = False
     one.close()
     one.close()
     assert closed == [1]
     assert one.tick() > 0
+
+
+@pytest.mark.parametrize("where", ["sync", "close"])
+def test_close_in_the_middle_of_writing_back_hands_over_and_does_not_enter_the_schedule_again(scheduler, where):
+    """It may hold a lock there, as of a connection: entered again it would wait for itself, and lead on."""
+    one = lead(scheduler(make_app({"a": every(10)})))
+    inner = one._inner
+    inside, entered_again, led, closed = [], [], [], []
+
+    def interrupted():
+        entered_again.extend(inside)
+        inside.append(1)
+        if len(inside) == 1:
+            # As Celery's handler of SIGTERM.
+            one.close()
+            led.append(one.leadership.leading)
+            raise SystemExit
+
+    inner.sync, inner.close = interrupted, lambda: closed.append(1)
+    with pytest.raises(SystemExit):
+        getattr(one, where)()
+    assert (entered_again, led, closed) == ([], [False], [])
+    one.close()
+    assert (entered_again, closed) == ([], [1])
 
 
 def test_a_signal_waits_for_the_end_of_a_send_and_a_second_one_does_not():
