@@ -115,6 +115,8 @@ class _SlotSending:
 
     failure: str | None = None
     _in_slot = False
+    _fresh = False  # the connection was made for this very attempt
+    _at_broker = False  # the message is being published, or that failed
     _lease: Lease
     _slots: Slots
     _rule: str
@@ -359,6 +361,7 @@ class _SlotSending:
             return
         slot = Slot(entry.name, place.pending[0])
         try:
+            self._fresh = not self.connection.connected
             self.connection.connect()
         except Exception as exc:  # a transport's own errors  # noqa: BLE001
             self._broker_failed(entry, exc)
@@ -380,7 +383,7 @@ class _SlotSending:
             return
         place.unsent.add(slot.due_at)
         options, entry.options = entry.options, self._options(entry, slot)
-        self._in_slot, self._problem = True, None
+        self._in_slot, self._problem, self._at_broker = True, None, False
         try:
             super().apply_entry(entry, producer=self.producer)  # type: ignore[misc]
         finally:
@@ -438,7 +441,7 @@ class _SlotSending:
 
     def _bearable(self, entry: Any, slot: Slot, problem: BaseException) -> bool:
         """Whether the slot is done with although its message was not published."""
-        causes = list(_causes(problem))
+        causes, place = list(_causes(problem)), self._places[entry.name]
         for cause in causes:
             if isinstance(cause, (LeaseLost, NoLease, StoreUnavailable, SchemaBehind)):
                 raise cause
@@ -449,15 +452,25 @@ class _SlotSending:
         # A channel error comes wrapped like a connection error, so it is looked for first.
         if any(isinstance(cause, self.connection.channel_errors) for cause in causes):
             # The broker answers, and does not want this message: no such queue, no permission. The others may go on.
-            pause = self._places[entry.name].refused()
+            pause = place.refused()
             logger.error("the broker refuses %r, trying again in %.0f s: %s", entry.name, pause, causes[-1])
             self._drop_connection()
             self._heap = None
             return False
         # Redis's transport counts a KeyError, which can as well come from the task's own code.
         gone = [kind for kind in self.connection.connection_errors if kind is not KeyError]
-        if any(isinstance(cause, (OperationalError, OSError, *gone)) for cause in causes):
+        found = [cause for cause in causes if isinstance(cause, (OperationalError, OSError, *gone))]
+        if found and (self._at_broker or not (self._fresh or place.refusals)):
             self._broker_failed(entry, causes[-1])
+            return False
+        if found:
+            # The broker was there a moment ago, and nothing was being published: it was a file or a server that arguments, a
+            # router or the task's own `apply_async` asked for. The others may go on.
+            pause = place.refused()
+            logger.error("%r fails before it is published, trying again in %.0f s: %r", entry.name, pause, found[0])
+            if self.failure is None:
+                self._broker_failures = 0  # the attempt before, over an older connection, was no outage either
+            self._heap = None
             return False
         logger.error("%r cannot be sent, its slot at %s is given up", entry.name, slot.due_at, exc_info=problem)
         self._slots.drop(slot, term=int(self._lease.fence))
@@ -510,7 +523,10 @@ class _SlotSending:
         def publish_as_leader(*args: Any, **kwargs: Any) -> Any:
             # The last look before the message leaves: whoever was frozen since the claim is not the leader any more.
             lease.check()
-            return publish(*args, **kwargs)
+            self._at_broker = True
+            answer = publish(*args, **kwargs)
+            self._at_broker = False
+            return answer
 
         producer.publish = publish_as_leader
         return producer

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from celery import Celery, beat
 from celery.schedules import crontab
-from kombu import Connection
+from kombu import Connection, Producer
 
 from celery_syncguard import binding, clock, signals
 from celery_syncguard.beat import LeaderScheduler, scheduler_class
@@ -182,6 +182,62 @@ def test_a_message_that_can_never_be_sent_is_given_up_loudly_and_alone(scheduler
     poll(lambda: one.tick() is not None and "'bad' cannot be sent" in caplog.text)
     (row,) = one._slots.recent(entry="bad")
     assert row.dropped_at is not None
+
+
+def test_an_entry_whose_own_code_misses_a_file_keeps_nobody_else_waiting_and_no_connection_from_working(
+    scheduler, monkeypatch, caplog
+):
+    """An OSError like a broker's, and no outage."""
+    hand = Clock(monkeypatch)
+    missing = threading.Event()
+    missing.set()
+
+    def read():
+        if missing.is_set():
+            raise FileNotFoundError("no such file: report.csv")
+        return "read"
+
+    app = make_app(
+        {"good": every(10), "bad": {**every(25), "task": "elsewhere", "args": (beat.BeatLazyFunc(read),)}},
+        syncguard_leader_ttl=3600,
+    )
+    one = lead(scheduler(app))
+    hand.ahead += 11
+    poll(lambda: one.tick() is not None and sent(one))
+    hand.ahead += 15
+    poll(lambda: one.tick() is not None and caplog.text.count("'bad' fails before it is published") == 1)
+    connection = one._inner.connection
+    for times in (2, 3):
+        hand.ahead += 10
+        count = len(sent(one))
+        poll(lambda times=times: one.tick() is not None and caplog.text.count("before it is published") == times)
+        assert one._inner._quiet_until <= clock.now(), "nobody waits for it"
+        poll(lambda count=count: one.tick() is not None and len(sent(one)) > count)
+        assert (one._inner.failure, one._inner._broker_failures) == (None, 0)
+        assert one._inner.connection is connection
+    assert {entry for entry, _ in sent(one)} == {"good"}
+    missing.clear()
+    hand.ahead += 60
+    poll(lambda: one.tick() is not None and "bad" in {entry for entry, _ in sent(one)})
+    assert one._slots.unsent() == []
+
+
+def test_a_broker_that_takes_connections_and_no_messages_is_an_outage(scheduler, monkeypatch, caplog):
+    """A RabbitMQ whose disk is full, say: it concerns all entries alike."""
+    hand = Clock(monkeypatch)
+    one = lead(scheduler(make_app({"a": every(10)}, syncguard_leader_ttl=3600)))
+
+    def publish(*_, **__):
+        raise TimeoutError("no confirmation")
+
+    with monkeypatch.context() as blocked:
+        blocked.setattr(Producer, "publish", publish)
+        hand.ahead += 11
+        poll(lambda: one.tick() is not None and one._inner._broker_failures > 2)
+    assert one._inner.failure == "TimeoutError: no confirmation"
+    assert "before it is published" not in caplog.text
+    poll(lambda: one.tick() is not None and sent(one))
+    assert one._inner.failure is None
 
 
 class CannotWrite(beat.Scheduler):
