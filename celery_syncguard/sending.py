@@ -174,12 +174,34 @@ class _SlotSending:
             event = heapq.heappop(heap)
             entry, (due, delay) = event.entry, self._due(event.entry)
             if due:
-                following = self.reserve(entry)
-                self.apply_entry(entry, producer=self.producer)
+                with self._uncounted_unless_done(entry):
+                    following = self.reserve(entry)
+                    self.apply_entry(entry, producer=self.producer)
                 heapq.heappush(heap, beat.event_t(self._when(following, delay), event.priority, following))
                 return 0.0
             heapq.heappush(heap, beat.event_t(self._when(entry, max(delay, 0.001)), event.priority, entry))
         return min(self.max_interval, max(0.0, heap[0].time - clock.now())) if heap else self.max_interval
+
+    @contextmanager
+    def _uncounted_unless_done(self, entry: Any) -> Iterator[None]:
+        """Take a reservation back if its slot is still to be sent afterwards.
+
+        django-celery-beat counts the run when it reserves, in the row's object itself. A one-off row that counts a run is
+        over, so it would end unsent.
+        """
+        place, model = self._places[entry.name], getattr(entry, "model", None)
+        slot = place.pending[0]
+        before = {name: getattr(model, name) for name in ("last_run_at", "total_run_count") if hasattr(model, name)}
+        dirty: set[str] = getattr(self, "_dirty", set())
+        to_be_written = entry.name in dirty  # for a run before this one
+        try:
+            yield
+        finally:
+            if slot in place.pending:
+                for name, value in before.items():
+                    setattr(model, name, value)
+                if not to_be_written:
+                    dirty.discard(entry.name)
 
     def populate_heap(self, *_: Any, **__: Any) -> None:
         schedule = dict(self.schedule)

@@ -5,13 +5,14 @@
     python -m tests.integration.beat_ticks cuts ROUNDS {kept,forgotten}
     python -m tests.integration.beat_ticks reads ROUNDS {kept,forgotten}
     python -m tests.integration.beat_ticks stops SECONDS {apart,entered}
+    python -m tests.integration.beat_ticks failures {connect,publish,refused,claim}
 
 "memory" counts objects and bytes while slots are sent and the schedule changes. "edits" changes a row of the schedule
 between the claim of a slot and the writing of that row, and once more while it is being written; "unlocked" takes our lock
 of the row away, and has to show the fault. "cuts" ends the connection over which the row is about to be written; "forgotten"
 does without our way of writing it, and has to show the fault. "reads" ends it when an edit was noticed and is about to be
 read. "stops" ends beat by SIGTERM while a row is being written, and gives it so many seconds; "entered" lets the handler write as
-well, and has to show the fault. Prints what happened as JSON. A program of its own, since Django is set up
+well, and has to show the fault. "failures" fails the first attempt to send each of three rows, in one place. Prints what happened as JSON. A program of its own, since Django is set up
 once per process, and since the memory of a process that has run other tests says little.
 """
 
@@ -23,15 +24,17 @@ import os
 import signal
 import sys
 import threading
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 
 import psutil
 import psycopg
 from celery import Celery
 from celery.signals import before_task_publish
+from kombu import Connection, Producer
 
 from celery_syncguard import clock
 from celery_syncguard.beat import LeaderScheduler
+from celery_syncguard.errors import StoreUnavailable
 from tests.fixtures.polling import poll
 
 
@@ -349,11 +352,102 @@ def stop_while_saving(dsn, seconds, protection):
     stopper.join()
 
 
+# Single rows
+
+SQLITE = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
+
+
+class Broker:
+    """Notes the ids of the tasks that are published for each row, and fails where it is told to, until it is healed."""
+
+    def __init__(self, failing=None):
+        self.failing = failing
+        self.published = {}
+        right_connect, right_publish = Connection.connect, Producer.publish
+
+        def connect(connection):
+            if self.failing == "connect":
+                raise ConnectionResetError("by a test")
+            return right_connect(connection)
+
+        def publish(producer, *args, headers, **kwargs):
+            if self.failing == "publish":
+                raise ConnectionResetError("by a test")
+            if self.failing == "refused":
+                raise producer.connection.channel_errors[0]("by a test")
+            self.published.setdefault(headers["periodic_task_name"], []).append(headers["id"])
+            return right_publish(producer, *args, headers=headers, **kwargs)
+
+        Connection.connect, Producer.publish = connect, publish
+
+
+def lead_rows():
+    """A beat that leads and has django-celery-beat's tables, in memory."""
+    set_up_django({"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"})
+    return lead(make_app(syncguard_beat_scheduler="django", beat_max_loop_interval=1))
+
+
+def add_clocked(instant):
+    from django_celery_beat.models import ClockedSchedule, PeriodicTask
+
+    PeriodicTask.objects.create(
+        name="clocked", task="note", clocked=ClockedSchedule.objects.create(clocked_time=instant), one_off=True
+    )
+
+
+def rows():
+    from django_celery_beat.models import PeriodicTask
+
+    # Whether it is enabled, its count of runs, and whether it has a last one.
+    found = PeriodicTask.objects.exclude(name="celery.backend_cleanup")
+    return {row.name: [row.enabled, row.total_run_count, row.last_run_at is not None] for row in found}
+
+
+def pass_time(one, hand, seconds):
+    for _ in range(seconds * 2):
+        hand.ahead += 0.5
+        for _ in range(3):
+            one.tick()
+
+
+def fail_at_first(where):
+    hand, broker = Hand(), Broker(failing=where)
+    one = lead_rows()
+    from django_celery_beat.models import IntervalSchedule, PeriodicTask
+
+    slots = one._slots
+    right_claim = slots.claim
+
+    def claim(*args, **kwargs):
+        if broker.failing == "claim":
+            raise StoreUnavailable("by a test")
+        return right_claim(*args, **kwargs)
+
+    slots.claim = claim
+    add_row("often", 10)
+    PeriodicTask.objects.create(name="single", task="note", interval=IntervalSchedule.objects.get(), one_off=True)
+    add_clocked(datetime.now(timezone.utc))
+    before = rows()
+    pass_time(one, hand, 15)
+    one.sync()
+    seen = {"while it fails": rows() == before}
+    broker.failing = None
+    pass_time(one, hand, 70)
+    one.sync()
+    seen["single"] = rows()["single"]
+    seen["published"] = {name: len(set(ids)) for name, ids in broker.published.items()}
+    seen["counted too often"] = rows()["often"][1] - seen["published"].pop("often")
+    one.close()
+    return seen
+
+
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     what, *arguments = sys.argv[1:]
     if what == "memory":
         seen = tick_many(arguments[0], int(arguments[1]))
+    elif what == "failures":
+        seen = fail_at_first(arguments[0])
     else:
         acts = {
             "edits": edit_while_saving,

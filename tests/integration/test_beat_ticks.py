@@ -102,3 +102,15 @@ def test_a_handler_that_writes_as_well_waits_for_itself_and_leads_on(pg_dsn):
     """The negative control."""
     seen, _ = ticks("stops", 3, "entered", SYNCGUARD_DSN=pg_dsn)
     assert seen == {"hands over": False, "ends": False}
+
+
+@pytest.mark.parametrize("where", ["connect", "claim", "publish", "refused"])
+def test_a_row_counts_no_run_that_was_not_sent_and_a_one_off_row_is_sent_after_a_failure(where):
+    """An interval one-off row and a clocked one, whose first attempts fail; written back meanwhile as a stop would do."""
+    seen, _ = ticks("failures", where)
+    assert seen == {
+        "while it fails": True,
+        "single": [False, 0, False],
+        "published": {"single": 1, "clocked": 1},
+        "counted too often": 0,
+    }
