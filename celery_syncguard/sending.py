@@ -30,7 +30,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from celery import beat
-from celery.schedules import crontab
+from celery.schedules import crontab, schedstate
 from kombu.exceptions import OperationalError
 from kombu.utils.objects import cached_property
 
@@ -344,7 +344,7 @@ class _SlotSending:
         # Seen from here, its schedule is due at the pending slot.
         entry.last_run_at = place.pending[0] - (every if isinstance(every, timedelta) else timedelta(seconds=1))
         if place.pending[0] > datetime.now(timezone.utc):
-            # This machine's clock, by which the entry's own class judges, is behind the database's.
+            # This machine's clock, by which a class of somebody's own judges, is behind the database's.
             entry.last_run_at -= _LONG_AGO
         model = getattr(entry, "model", None)
         if model is None:
@@ -355,7 +355,11 @@ class _SlotSending:
         own = not ours or super().is_due.__func__ is not beat.Scheduler.is_due  # type: ignore[misc]
         if not own:
             return True, 0.0
-        due, delay = super().is_due(entry)  # type: ignore[misc]
+        plan, entry.schedule = entry.schedule, _due_now(entry.schedule)
+        try:
+            due, delay = super().is_due(entry)  # type: ignore[misc]
+        finally:
+            entry.schedule = plan
         return bool(due), self.max_interval if delay is None else float(delay)
 
     def _ran_already(self, model: Any, place: _Place) -> bool:
@@ -557,6 +561,20 @@ class _SlotSending:
 def of_the_database(exc: BaseException) -> bool:
     """Whether a schedule in Django's database cannot be asked now, which is no fault of its code."""
     return type(exc).__module__.startswith("django.db")
+
+
+def _due_now(plan: Any) -> Any:
+    """The same schedule, saying that it is due; one whose class has an `is_due` of its own keeps that.
+
+    That a slot is due is decided already. Celery's own and django-celery-beat's would judge again, by the host's clock and
+    by the wall: in spring they see no 02:30 at the slot that takes its place, and call it due the next day.
+    """
+    if not type(plan).is_due.__module__.startswith(("celery.", "django_celery_beat.")):
+        return plan
+    twin = object.__new__(type(plan))
+    twin.__dict__.update(plan.__dict__)
+    twin.is_due = lambda _last_run_at: schedstate(is_due=True, next=0.0)
+    return twin
 
 
 def _storable(name: str) -> bool:

@@ -6,6 +6,7 @@
     python -m tests.integration.beat_ticks reads ROUNDS {kept,forgotten}
     python -m tests.integration.beat_ticks stops SECONDS {apart,entered}
     python -m tests.integration.beat_ticks failures {connect,publish,refused,claim}
+    python -m tests.integration.beat_ticks spring ZONE
 
 "memory" counts objects and bytes while slots are sent and the schedule changes. "edits" changes a row of the schedule
 between the claim of a slot and the writing of that row, and once more while it is being written; "unlocked" takes our lock
@@ -24,15 +25,19 @@ import os
 import signal
 import sys
 import threading
+import time
 from datetime import datetime, timedelta, timezone
+from itertools import pairwise
+from zoneinfo import ZoneInfo
 
 import psutil
 import psycopg
 from celery import Celery
 from celery.signals import before_task_publish
+from django_celery_beat import tzcrontab
 from kombu import Connection, Producer
 
-from celery_syncguard import clock
+from celery_syncguard import clock, sending
 from celery_syncguard.beat import LeaderScheduler
 from celery_syncguard.errors import StoreUnavailable
 from tests.fixtures.polling import poll
@@ -381,10 +386,10 @@ class Broker:
         Connection.connect, Producer.publish = connect, publish
 
 
-def lead_rows():
+def lead_rows(**conf):
     """A beat that leads and has django-celery-beat's tables, in memory."""
     set_up_django({"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"})
-    return lead(make_app(syncguard_beat_scheduler="django", beat_max_loop_interval=1))
+    return lead(make_app(syncguard_beat_scheduler="django", beat_max_loop_interval=1, **conf))
 
 
 def add_clocked(instant):
@@ -403,9 +408,9 @@ def rows():
     return {row.name: [row.enabled, row.total_run_count, row.last_run_at is not None] for row in found}
 
 
-def pass_time(one, hand, seconds):
-    for _ in range(seconds * 2):
-        hand.ahead += 0.5
+def pass_time(one, hand, seconds, step=0.5):
+    for _ in range(int(seconds / step)):
+        hand.ahead += step
         for _ in range(3):
             one.tick()
 
@@ -441,6 +446,38 @@ def fail_at_first(where):
     return seen
 
 
+def send_in_spring(zone):
+    """The local times at which a row for 02:30 is due from ten minutes before the missing hour on, for 50 minutes."""
+    now = datetime.now(timezone.utc).replace(minute=0, second=0, microsecond=0)
+    hours = [(now + timedelta(hours=hour)).astimezone(ZoneInfo(zone)) for hour in range(1, 366 * 24)]
+    change = next(after for before, after in pairwise(hours) if after.utcoffset() > before.utcoffset())
+    assert change.hour == 3
+    hand, broker = Hand(), Broker()
+    hand.ahead = change.timestamp() - 600 - time.time()
+
+    class WallClock(datetime):
+        """The machine's, as far as it is asked here: it agrees with the database's."""
+
+        @classmethod
+        def now(cls, tz=None):
+            return (datetime.now(timezone.utc) + timedelta(seconds=hand.ahead)).astimezone(tz)
+
+    tzcrontab.datetime = sending.datetime = WallClock
+    one = lead_rows(beat_cron_starting_deadline=120)
+    from django_celery_beat.models import CrontabSchedule, PeriodicTask
+
+    # Not "2", which its scheduler hides at other hours of the day.
+    at = CrontabSchedule.objects.create(minute="30", hour="2-2", timezone=zone)
+    PeriodicTask.objects.create(name="night", task="note", crontab=at)
+    never = {"enabled but expired": {"expires": now}, "not started": {"start_time": now + timedelta(days=1000)}}
+    for name, but in never.items():
+        PeriodicTask.objects.create(name=name, task="note", crontab=at, **but)
+    pass_time(one, hand, 3000, step=10)
+    due = [row.due_at.astimezone(ZoneInfo(zone)).strftime("%H:%M:%S") for row in one._slots.recent(entry="night")]
+    one.close()
+    return {"due": due, "published": {name: len(ids) for name, ids in broker.published.items()}}
+
+
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     what, *arguments = sys.argv[1:]
@@ -448,6 +485,8 @@ if __name__ == "__main__":
         seen = tick_many(arguments[0], int(arguments[1]))
     elif what == "failures":
         seen = fail_at_first(arguments[0])
+    elif what == "spring":
+        seen = send_in_spring(arguments[0])
     else:
         acts = {
             "edits": edit_while_saving,
