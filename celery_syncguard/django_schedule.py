@@ -93,7 +93,11 @@ class SeesEdits:
         if not (model.one_off and model.enabled and model.total_run_count > 0):
             return super().is_due(entry)  # type: ignore[misc]
         ended = {"enabled": False, "total_run_count": 0, "last_run_at": None}
-        self.Model._default_manager.filter(pk=model.pk).update(**ended)  # noqa: SLF001
+        row = self.Model._default_manager.filter(pk=model.pk)  # noqa: SLF001
+        if getattr(model, "clocked", None) is not None:
+            # Whoever has given it another time meanwhile, as its own task may, wants it once more.
+            row = row.filter(clocked__clocked_time=model.clocked.clocked_time)
+        row.update(**ended)
         model.enabled, model.total_run_count = False, 0
         self._dirty.discard(entry.name)
         return False, self.max_interval

@@ -263,7 +263,8 @@ class _SlotSending:
         if instant is None:
             place.next_due = next_due(plan, place.counted)
         else:
-            place.next_due = instant if place.runs == 0 else None
+            # Another time under a name that ran before is another slot.
+            place.next_due = instant if place.runs == 0 or instant != place.claimed else None
         place.planned = True
 
     def is_due(self, entry: Any) -> tuple[bool, float]:
@@ -295,6 +296,8 @@ class _SlotSending:
                 return False, delay
         following = self.max_interval if place.next_due is None else (place.next_due - now).total_seconds()
         if not place.pending:
+            if place.next_due is None:
+                self._end_clocked(entry, place)
             return False, following
         return True, 0.0 if len(place.pending) > 1 else following
 
@@ -349,7 +352,7 @@ class _SlotSending:
         model = getattr(entry, "model", None)
         if model is None:
             entry.total_run_count = place.runs
-        elif self._ran_already(model, place):
+        elif once_only(entry.schedule) is None and self._ran_already(model, place):
             model.total_run_count = place.runs
         ours = type(entry).is_due is beat.ScheduleEntry.is_due
         own = not ours or super().is_due.__func__ is not beat.Scheduler.is_due  # type: ignore[misc]
@@ -369,6 +372,19 @@ class _SlotSending:
         if not getattr(model, "one_off", False) or model.total_run_count or not place.runs:
             return False
         return bool(place.pending[0] > place.claimed >= model.date_changed)
+
+    def _end_clocked(self, entry: Any, place: _Place) -> None:
+        """Ask a clocked row whose slot is over once more, so that its own class switches it off."""
+        model: Any = getattr(entry, "model", None)
+        instant = once_only(entry.schedule)
+        if model is None or instant is None or not (model.one_off and model.enabled):
+            return
+        if not model.total_run_count and place.runs and instant == place.claimed:
+            # Its leader died before the row said so; or it is a new row, with the name and the time of an old one.
+            logger.info("the slot of %r at %s was sent before", entry.name, instant.isoformat())
+            model.total_run_count = place.runs
+        if model.total_run_count:
+            super().is_due(entry)  # type: ignore[misc]
 
     def _rule_of(self, entry: Any) -> str:
         options = entry.options or {}

@@ -7,13 +7,16 @@
     python -m tests.integration.beat_ticks stops SECONDS {apart,entered}
     python -m tests.integration.beat_ticks failures {connect,publish,refused,claim}
     python -m tests.integration.beat_ticks spring ZONE
+    python -m tests.integration.beat_ticks clocked {again,switched,moved,raced,earlier,same,dead,late}
 
 "memory" counts objects and bytes while slots are sent and the schedule changes. "edits" changes a row of the schedule
 between the claim of a slot and the writing of that row, and once more while it is being written; "unlocked" takes our lock
 of the row away, and has to show the fault. "cuts" ends the connection over which the row is about to be written; "forgotten"
 does without our way of writing it, and has to show the fault. "reads" ends it when an edit was noticed and is about to be
-read. "stops" ends beat by SIGTERM while a row is being written, and gives it so many seconds; "entered" lets the handler write as
-well, and has to show the fault. "failures" fails the first attempt to send each of three rows, in one place. Prints what happened as JSON. A program of its own, since Django is set up
+read. "stops" ends beat by SIGTERM while a row is being written, and gives it so many seconds; "entered" lets the handler
+write as well, and has to show the fault. "failures" fails the first attempt to send each of three rows, in one place.
+"spring" sends a row for 02:30 through the night that has no 02:30. "clocked" sends a clocked row, and asks for it once more in
+one way or leaves it as a leader does that died. Prints what happened as JSON. A program of its own, since Django is set up
 once per process, and since the memory of a process that has run other tests says little.
 """
 
@@ -439,7 +442,7 @@ def fail_at_first(where):
     broker.failing = None
     pass_time(one, hand, 70)
     one.sync()
-    seen["single"] = rows()["single"]
+    seen["single"], seen["clocked"] = rows()["single"], rows()["clocked"]
     seen["published"] = {name: len(set(ids)) for name, ids in broker.published.items()}
     seen["counted too often"] = rows()["often"][1] - seen["published"].pop("often")
     one.close()
@@ -478,6 +481,73 @@ def send_in_spring(zone):
     return {"due": due, "published": {name: len(ids) for name, ids in broker.published.items()}}
 
 
+def send_clocked(way):
+    """What is published for a clocked row and how it is, once it was sent, and after something was done to it."""
+    hand, broker = Hand(), Broker()
+    one = lead_rows()
+    from django_celery_beat.models import ClockedSchedule, PeriodicTask
+
+    from celery_syncguard.django_schedule import SeesEdits
+
+    def soon():
+        return datetime.now(timezone.utc) + timedelta(seconds=hand.ahead + 10)
+
+    def seen():
+        row = PeriodicTask.objects.get(name="clocked")
+        return [len(set(broker.published.get("clocked", ()))), row.enabled, row.total_run_count]
+
+    def as_it_was():
+        """The row as a leader leaves it that dies before it writes there."""
+        stale = datetime.now(timezone.utc) - timedelta(days=1)
+        PeriodicTask.objects.filter(name="clocked").update(
+            enabled=True, total_run_count=0, last_run_at=None, date_changed=stale
+        )
+
+    def move(instant):
+        """As a bulk edit does it: no signal, and no `date_changed`."""
+        clocked = ClockedSchedule.objects.create(clocked_time=instant)
+        PeriodicTask.objects.filter(name="clocked").update(enabled=True, total_run_count=0, clocked=clocked)
+
+    first = soon() - timedelta(seconds=60 if way == "late" else 0)
+    add_clocked(first)
+    right_is_due = SeesEdits.is_due
+
+    def is_due(self, entry):
+        if entry.name == "clocked" and entry.model.total_run_count:
+            SeesEdits.is_due = right_is_due
+            move(soon())
+        return right_is_due(self, entry)
+
+    if way == "raced":
+        SeesEdits.is_due = is_due
+    pass_time(one, hand, 15)
+    once_sent = seen()
+    row = PeriodicTask.objects.get(name="clocked")
+    if way == "again":
+        row.delete()
+        add_clocked(soon())
+    elif way == "switched":
+        row.clocked, row.enabled = ClockedSchedule.objects.create(clocked_time=soon()), True
+        row.save()
+    elif way == "earlier":
+        row.delete()
+        add_clocked(first - timedelta(seconds=5))
+    elif way == "moved":
+        as_it_was()
+        move(soon())
+    elif way == "same":
+        row.delete()
+        add_clocked(first)
+    elif way in ("dead", "late"):
+        one._retire()
+        as_it_was()
+    pass_time(one, hand, 20)
+    one.sync()
+    afterwards = seen()
+    one.close()
+    return {"once sent": once_sent, "afterwards": afterwards}
+
+
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     what, *arguments = sys.argv[1:]
@@ -487,6 +557,8 @@ if __name__ == "__main__":
         seen = fail_at_first(arguments[0])
     elif what == "spring":
         seen = send_in_spring(arguments[0])
+    elif what == "clocked":
+        seen = send_clocked(arguments[0])
     else:
         acts = {
             "edits": edit_while_saving,

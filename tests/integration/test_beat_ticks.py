@@ -111,6 +111,7 @@ def test_a_row_counts_no_run_that_was_not_sent_and_a_one_off_row_is_sent_after_a
     assert seen == {
         "while it fails": True,
         "single": [False, 0, False],
+        "clocked": [False, 0, False],
         "published": {"single": 1, "clocked": 1},
         "counted too often": 0,
     }
@@ -121,4 +122,25 @@ def test_a_crontab_row_in_the_missing_hour_of_spring_is_sent_an_hour_later_by_th
     """Also with a deadline for crontabs; but a row that has expired or not started yet is not sent for that."""
     seen, log = ticks("spring", zone)
     assert seen == {"due": ["03:30:00"], "published": {"night": 1}}
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("way", ["again", "switched", "moved", "raced", "earlier"])
+def test_a_clocked_row_is_switched_off_when_it_was_sent_and_is_sent_again_at_another_time(way):
+    """Made anew under its name, also for an earlier time; switched on again by `save`; moved by a bulk edit, after which
+    its `date_changed` is old; and moved at the very moment at which it is switched off.
+    """
+    seen, log = ticks("clocked", way)
+    assert seen == {"once sent": [1, way == "raced", 0], "afterwards": [2, False, 0]}
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("way", ["same", "dead", "late"])
+def test_a_clocked_row_is_never_sent_twice_for_one_time(way):
+    """Made anew with the same name and time; or its leader died before the row said that it was sent, also when its time
+    had passed before anybody saw it.
+    """
+    seen, log = ticks("clocked", way)
+    assert seen == {"once sent": [1, False, 0], "afterwards": [1, False, 0]}
+    assert "was sent before" in log
     assert "Traceback" not in log
