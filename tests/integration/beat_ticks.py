@@ -71,11 +71,11 @@ def set_up_django(database):
     call_command("migrate", verbosity=0)
 
 
-def add_row(name, seconds):
+def add_row(name, seconds, **columns):
     from django_celery_beat.models import IntervalSchedule, PeriodicTask
 
     every, _ = IntervalSchedule.objects.get_or_create(every=seconds, period="seconds")
-    PeriodicTask.objects.create(name=name, task="note", interval=every)
+    PeriodicTask.objects.create(name=name, task="note", args=json.dumps([name]), interval=every, **columns)
 
 
 def make_app(**conf):
@@ -366,7 +366,7 @@ SQLITE = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
 
 
 class Broker:
-    """Notes the ids of the tasks that are published for each row, and fails where it is told to, until it is healed."""
+    """Notes the ids of the tasks that are published for each row, which has its name as its argument, and fails where it is told to, until it is healed."""
 
     def __init__(self, failing=None):
         self.failing = failing
@@ -378,13 +378,13 @@ class Broker:
                 raise ConnectionResetError("by a test")
             return right_connect(connection)
 
-        def publish(producer, *args, headers, **kwargs):
+        def publish(producer, body, *args, headers, **kwargs):
             if self.failing == "publish":
                 raise ConnectionResetError("by a test")
             if self.failing == "refused":
                 raise producer.connection.channel_errors[0]("by a test")
-            self.published.setdefault(headers["periodic_task_name"], []).append(headers["id"])
-            return right_publish(producer, *args, headers=headers, **kwargs)
+            self.published.setdefault("".join(body[0]), []).append(headers["id"])
+            return right_publish(producer, body, *args, headers=headers, **kwargs)
 
         Connection.connect, Producer.publish = connect, publish
 
@@ -398,9 +398,8 @@ def lead_rows(**conf):
 def add_clocked(instant):
     from django_celery_beat.models import ClockedSchedule, PeriodicTask
 
-    PeriodicTask.objects.create(
-        name="clocked", task="note", clocked=ClockedSchedule.objects.create(clocked_time=instant), one_off=True
-    )
+    clocked = ClockedSchedule.objects.create(clocked_time=instant)
+    PeriodicTask.objects.create(name="clocked", task="note", args='["clocked"]', clocked=clocked, one_off=True)
 
 
 def rows():
@@ -421,8 +420,6 @@ def pass_time(one, hand, seconds, step=0.5):
 def fail_at_first(where):
     hand, broker = Hand(), Broker(failing=where)
     one = lead_rows()
-    from django_celery_beat.models import IntervalSchedule, PeriodicTask
-
     slots = one._slots
     right_claim = slots.claim
 
@@ -433,7 +430,7 @@ def fail_at_first(where):
 
     slots.claim = claim
     add_row("often", 10)
-    PeriodicTask.objects.create(name="single", task="note", interval=IntervalSchedule.objects.get(), one_off=True)
+    add_row("single", 10, one_off=True)
     add_clocked(datetime.now(timezone.utc))
     before = rows()
     pass_time(one, hand, 15)
@@ -471,10 +468,8 @@ def send_in_spring(zone):
 
     # Not "2", which its scheduler hides at other hours of the day.
     at = CrontabSchedule.objects.create(minute="30", hour="2-2", timezone=zone)
-    PeriodicTask.objects.create(name="night", task="note", crontab=at)
-    never = {"enabled but expired": {"expires": now}, "not started": {"start_time": now + timedelta(days=1000)}}
-    for name, but in never.items():
-        PeriodicTask.objects.create(name=name, task="note", crontab=at, **but)
+    for name, start_time in {"night": None, "not started": now + timedelta(days=1000)}.items():
+        PeriodicTask.objects.create(name=name, task="note", args=json.dumps([name]), crontab=at, start_time=start_time)
     pass_time(one, hand, 3000, step=10)
     due = [row.due_at.astimezone(ZoneInfo(zone)).strftime("%H:%M:%S") for row in one._slots.recent(entry="night")]
     one.close()

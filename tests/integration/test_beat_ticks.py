@@ -119,7 +119,7 @@ def test_a_row_counts_no_run_that_was_not_sent_and_a_one_off_row_is_sent_after_a
 
 @pytest.mark.parametrize("zone", ["Europe/Paris", "America/New_York"])
 def test_a_crontab_row_in_the_missing_hour_of_spring_is_sent_an_hour_later_by_the_wall(zone):
-    """Also with a deadline for crontabs; but a row that has expired or not started yet is not sent for that."""
+    """Also with a deadline for crontabs; but a row that has not started yet is not sent for that."""
     seen, log = ticks("spring", zone)
     assert seen == {"due": ["03:30:00"], "published": {"night": 1}}
     assert "Traceback" not in log
