@@ -294,7 +294,8 @@ class Run:
         try:
             released = self._guard.release_lease(
                 lease,
-                min_hold=self.options.lock_min_hold or None,
+                # What comes again finds its key free: held on for nobody, it would turn its own next attempt away.
+                min_hold=None if again else self.options.lock_min_hold or None,
                 run_key=run_key,
                 run_ttl=self.options.run_once_ttl if run_key is not None else None,
                 claim_key=claim_key,

@@ -6,6 +6,7 @@ Not here: `lock_key` (`test_task_keys`), what happens when a lock is held, lost 
 import time
 
 import pytest
+from celery.exceptions import Reject, Retry
 
 from celery_syncguard import LockedTask, TooManyDeaths, binding
 from celery_syncguard.key import new_lock_id
@@ -64,6 +65,45 @@ def test_min_hold_is_not_prolonged_by_a_renewal_and_may_be_longer_than_the_ttl(a
 
     f.apply()
     assert 15 < guard.inspect("k").remaining <= 20
+
+
+@pytest.mark.parametrize("how", ["retry", "autoretry", "requeue", "exit"])
+def test_a_task_that_comes_again_is_not_kept_away_by_its_own_min_hold(app, guard, how):
+    """Only its last attempt holds on to the key."""
+    attempts = []
+
+    @app.task(
+        base=LockedTask,
+        bind=True,
+        shared=False,
+        lock_key="k",
+        lock_min_hold=60,
+        lock_on_held="skip",
+        autoretry_for=(OSError,),
+        max_retries=1,
+    )
+    def f(self):
+        attempts.append(self.request.retries)
+        if attempts != [0]:
+            return
+        if how == "retry":
+            # Not `self.retry`: eagerly that runs the next attempt inside of this one.
+            raise Retry
+        if how == "requeue":
+            raise Reject(requeue=True)
+        raise SystemExit if how == "exit" else OSError
+
+    if how == "exit":
+        with pytest.raises(SystemExit):
+            f.apply()
+    else:
+        f.apply()
+    if how != "autoretry":
+        assert guard.inspect("k") is None
+        assert f.apply().state == "SUCCESS"
+    assert len(attempts) == 2
+    assert 50 < guard.inspect("k").remaining <= 60
+    assert f.apply().state == "SKIPPED"
 
 
 # lock_ttl

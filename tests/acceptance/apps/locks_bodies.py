@@ -8,6 +8,7 @@ import time
 
 import psycopg
 from celery import Task
+from celery.exceptions import Reject
 
 from celery_syncguard import LockedTask, worker
 from tests.fixtures import gate
@@ -156,6 +157,18 @@ def retry_early(self, key, gate_name):
 @app.task(bind=True, max_retries=1)
 def plain_retry_early(self, key, gate_name):
     return _retry_early(self, key, gate_name)
+
+
+@app.task(bind=True, max_retries=1, acks_late=True, lock_min_hold=60, lock_on_held="skip", **LOCKED)
+def come_again_under_min_hold(self, key, how):
+    record_task("start", self, key=key)
+    record_task("end", self, key=key)
+    if gate.is_open(key):
+        return key
+    gate.open_gate(key)
+    if how == "requeue":
+        raise Reject(requeue=True)
+    raise self.retry(countdown=0)
 
 
 # What a message carries
