@@ -115,9 +115,11 @@ class GuardedRequest(Request):  # type: ignore[misc]
         super().on_accepted(pid, time_accepted)
         _undertaker.watch(pid)
 
-    def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:  # noqa: FBT002 - Celery's
-        """A cold shutdown cuts the task off, perhaps from inside a signal handler."""
-        super().cancel(pool, signal, emit_retry)
+    def cancel(self, pool: Any, signal: Any = None, **rest: Any) -> None:
+        """A cold shutdown cuts the task off, perhaps from inside a signal handler. What else Celery asks for depends on
+        its version: `emit_retry` is unknown to 5.4 and 5.5.
+        """
+        super().cancel(pool, signal, **rest)
         _undertaker.cut_off(self)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:

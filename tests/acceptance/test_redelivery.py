@@ -196,3 +196,26 @@ def test_a_restarted_broker_delivers_again_and_the_body_runs_once(celery_setup, 
     locked, _ = start_with_twin(setup, history)
     private_broker.server.restart()
     expect_one_body_and_two_of_the_twin(setup, history, locked)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("private_broker", ["redis", "rabbitmq"], indirect=True)
+def test_a_worker_that_cancels_what_runs_when_it_loses_its_broker_runs_it_again(
+    celery_setup, private_broker, pg_dsn, history
+):
+    """The child is ended, its lease with it, and the message runs in the worker that lives on. The ttl is a minute."""
+    conf = {
+        "worker_cancel_long_running_tasks_on_connection_loss": True,
+        "broker_transport_options": {"visibility_timeout": 1},
+    }
+    setup = celery_setup(MODULE, broker=private_broker, conf=conf)
+    worker = setup.start_worker(concurrency=1)
+    result = setup.module.work_late.delay("a", "go")
+    (first,) = history.wait_for("start")
+    private_broker.server.restart()
+    (_, second) = history.wait_for("start", count=2, timeout=30)
+    assert second.task_id == first.task_id == result.id
+    assert second.pid in worker.children()
+    setup.open_gate("go")
+    assert result.get(timeout=30) == "a"
+    assert [row.pid for row in history.events("end")] == [second.pid]
