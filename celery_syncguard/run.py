@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from celery.exceptions import Ignore, Reject, Retry
 from celery.states import READY_STATES, STARTED, SUCCESS
@@ -187,13 +187,14 @@ class Run:
             if isinstance(answer, Done):
                 return self._answer(answer)
             if isinstance(answer, Dead):
-                self._end_claim(self.header.get("claim"))
-                raise TooManyDeaths(
-                    f"{self.task.name}[{self.request.id}] is not started again: its process died {answer.deaths} times "
-                    f"while it held {key!r} (lock_max_deaths)",
-                    task_id=self.request.id,
-                    key=key,
-                    deaths=answer.deaths,
+                self._fail(
+                    TooManyDeaths(
+                        f"{self.task.name}[{self.request.id}] is not started again: its process died {answer.deaths} times "
+                        f"while it held {key!r} (lock_max_deaths)",
+                        task_id=self.request.id,
+                        key=key,
+                        deaths=answer.deaths,
+                    )
                 )
             self._blocked(answer)
 
@@ -312,12 +313,15 @@ class Run:
             return False
         task = self.task
         retried = tuple(getattr(task, "autoretry_for", ()) or ())
-        if not retried or not isinstance(failure, retried) or isinstance(failure, (Ignore, Reject)):
+        if not retried or not isinstance(failure, retried) or isinstance(failure, Ignore):
             return False
         if isinstance(failure, tuple(getattr(task, "dont_autoretry_for", ()) or ())):
             return False
-        limit = (getattr(task, "retry_kwargs", None) or {}).get("max_retries", task.max_retries)
+        limit = (getattr(task, "retry_kwargs", None) or {}).get("max_retries")
         limit = getattr(task, "override_max_retries", limit)
+        if limit is None:
+            # As `Task.retry` takes it: the task's own, and only None there is no limit.
+            limit = task.max_retries
         return limit is None or (self.request.retries or 0) < limit
 
     def _run_claimed(self, body: Callable[[], Any]) -> Any:
@@ -361,6 +365,12 @@ class Run:
 
     # Not running
 
+    def _fail(self, exc: BaseException) -> NoReturn:
+        """Raise what this delivery fails with. The claim ends with it, unless the next attempt goes on under that."""
+        if not self._will_autoretry(exc):
+            self._end_claim(self.header.get("claim"))
+        raise exc
+
     def _answer(self, done: Done) -> Any:
         """The work was done before."""
         who = f"{self.task.name}[{self.request.id}]"
@@ -400,7 +410,8 @@ class Run:
             logger.warning("%s[%s] runs without its lock: %s", self.task.name, self.request.id, exc)
             return True
         if mode == "raise" or self.request.is_eager:
-            self._end_claim_later(self.header.get("claim"))
+            if not self._will_autoretry(exc):
+                self._end_claim_later(self.header.get("claim"))
             raise exc
         logger.warning("%s[%s] not run, will come back: %s", self.task.name, self.request.id, exc)
         self._come_back(exc, hidden=False)
@@ -410,16 +421,17 @@ class Run:
         """An eager call that waits for a lock which its own caller holds would wait for ever."""
         for outer in _runs_here():
             if outer.lease is not None and outer.lease.key == key:
-                self._end_claim(self.header.get("claim"))
-                raise LockHeld(
-                    f"{self.task.name}[{self.request.id}] would wait for itself: {key!r} is held by "
-                    f"{outer.task.name}[{outer.request.id}], which is calling it; give the inner task another key, or "
-                    f"publish it instead",
-                    key=key,
-                    holder=outer.lease.holder,
-                    task_id=outer.request.id,
-                    lock_id=outer.lease.lock_id,
-                    fence=int(outer.lease.fence),
+                self._fail(
+                    LockHeld(
+                        f"{self.task.name}[{self.request.id}] would wait for itself: {key!r} is held by "
+                        f"{outer.task.name}[{outer.request.id}], which is calling it; give the inner task another key, or "
+                        f"publish it instead",
+                        key=key,
+                        holder=outer.lease.holder,
+                        task_id=outer.request.id,
+                        lock_id=outer.lease.lock_id,
+                        fence=int(outer.lease.fence),
+                    )
                 )
 
     def _blocked(self, held: Held) -> None:
@@ -444,8 +456,7 @@ class Run:
             self._come_back(error, hidden=held.attempt == self.attempt, delay=delay)
         elif outcome == "raise":
             logger.info("%s fails: %s", who, error)
-            self._end_claim(self.header.get("claim"))
-            raise error
+            self._fail(error)
         elif outcome == "skip":
             self._skip(held, error)
         else:
