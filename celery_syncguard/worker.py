@@ -132,9 +132,17 @@ class GuardedRequest(Request):  # type: ignore[misc]
         if isinstance(exc, ExceptionWithTraceback):
             exc = exc.exc
         answer = super().on_failure(exc_info, *args, **kwargs)
-        if isinstance(exc, (WorkerLostError, TimeLimitExceeded)) and not self._comes_again():
+        if self._is_lost(exc) and not self._comes_again():
             self._end_claim()
         return answer
+
+    def _is_lost(self, exc: BaseException) -> bool:
+        """Whether the body was cut off in mid-course. Since billiard 4.3 an exit of its own is told before its process
+        ends; one by our signal has been seen to where that was sent.
+        """
+        if isinstance(exc, (SystemExit, KeyboardInterrupt)):
+            return not (self._already_cancelled or self._already_revoked)
+        return isinstance(exc, (WorkerLostError, TimeLimitExceeded))
 
     def _comes_again(self) -> bool:
         return bool(self.task.acks_late and self.task.reject_on_worker_lost)

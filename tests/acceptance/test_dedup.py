@@ -236,9 +236,9 @@ def test_a_retry_after_its_claim_went_to_another_runs_too(setup, history, claims
 # --- deaths ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", ["dying", "overrunning"])
+@pytest.mark.parametrize("task", ["dying", "overrunning", "exiting"])
 def test_the_claim_of_a_killed_child_is_freed(setup, history, claims, task):
-    """By SIGKILL, as the system does when memory is short, and by the hard time limit."""
+    """By SIGKILL, as the system does when memory is short, by the hard time limit, and by `sys.exit` in the body."""
     setup.start_worker()
     task = getattr(setup.module, task)
     first = task.delay("a")
@@ -261,6 +261,19 @@ def test_the_claim_of_a_killed_child_is_freed_also_when_its_message_was_sent_by_
     second = task.delay("a")
     assert not second.duplicate
     assert second.get(timeout=30) == "a"
+
+
+@BOTH
+def test_a_body_that_ends_its_process_and_is_delivered_again_keeps_its_claim(setup, history, claims):
+    """`acks_late` and `reject_on_worker_lost`."""
+    setup.start_worker()
+    task = setup.module.exiting_once
+    result = task.delay("a")
+    history.wait_for("start", count=2)
+    assert task.delay("a").id == result.id
+    setup.open_gate("go")
+    assert result.get(timeout=30) == "a"
+    poll(lambda: claims() == {})
 
 
 def test_the_claim_of_a_worker_that_is_gone_is_free_at_the_locks_ttl(setup, history, claims):

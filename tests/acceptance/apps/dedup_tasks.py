@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 from celery_syncguard import LockedTask
 from tests.fixtures import gate
@@ -100,6 +101,29 @@ def skipping(self, key):
 def dying(self, key):
     record_task("start", self, key=key)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+@app.task(bind=True, base=LockedTask, dedup_key="exits:{key}", lock_key="exits:{key}")
+def exiting(self, key):
+    record_task("start", self, key=key)
+    sys.exit(1)
+
+
+@app.task(
+    bind=True,
+    base=LockedTask,
+    dedup_key="exits-once:{key}",
+    lock_key="exits-once:{key}",
+    acks_late=True,
+    reject_on_worker_lost=True,
+)
+def exiting_once(self, key):
+    record_task("start", self, key=key)
+    if gate.is_open("exited"):
+        gate.wait_at("go")
+        return key
+    gate.open_gate("exited")
+    sys.exit(1)
 
 
 @app.task(bind=True, base=LockedTask, dedup_key="overrun:{key}", time_limit=1)
