@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from celery.exceptions import Ignore, Reject, Retry
-from celery.states import READY_STATES, STARTED, SUCCESS
+from celery.states import READY_STATES, RETRY, STARTED, SUCCESS
 from celery.utils.threads import get_ident
 
 from celery_syncguard import binding, clock, signals, skipped
@@ -30,7 +30,7 @@ from celery_syncguard.guard import lock_held
 from celery_syncguard.interrupt import Interrupt, interrupt_for
 from celery_syncguard.key import MAX_KEY_BYTES, RESERVED_PREFIX, new_lock_id, public_key
 from celery_syncguard.lease import Lease
-from celery_syncguard.message import HEADER, header_of
+from celery_syncguard.message import HEADER, claim_of, header_of
 from celery_syncguard.options import TaskOptions
 from celery_syncguard.process import default_holder, process_id
 from celery_syncguard.skipped import Skipped
@@ -40,6 +40,9 @@ __all__ = ["RUN", "Answered", "Run", "check_outer"]
 
 #: Where a request keeps its run.
 RUN = "_syncguard_run"
+
+#: Where a request says that its delivery has come as far as here.
+_REACHED = "_syncguard_reached"
 
 #: Seconds that a retry waits in place for the end of the attempt which published it, and an answer for the first result.
 _HANDOVER = 2.0
@@ -106,6 +109,24 @@ class Run:
         options = task.plan().complete(task, header, args, kwargs, {})
         return cls(task, request, header, options)
 
+    @classmethod
+    def never_came(cls, task: Any, request: Any, state: str | None, outcome: Any) -> None:
+        """At the end of a delivery: if its task was over before we had our turn, as `before_start` or `__call__` raised or
+        the keys could not be made, nobody has ended its claim.
+        """
+        if (
+            _REACHED in request.__dict__
+            or (claim_key := claim_of(request.headers and request.headers.get(HEADER))) is None
+        ):
+            return
+        # Without a state the process is being ended, and the main process knows what becomes of the message.
+        if state in (None, RETRY) or (isinstance(outcome, Reject) and outcome.requeue):
+            return
+        header = header_of(request.headers)
+        options = task.plan().options.replace(header.get("options", {}))
+        if options.dedup_until != "ttl":
+            cls(task, request, header, options)._end_claim(claim_key)  # noqa: SLF001 - our own class
+
     # Keys
 
     @property
@@ -159,6 +180,7 @@ class Run:
 
     def execute(self, body: Callable[[], Any]) -> Any:
         """Run the body, if it may run; its result, or that of the first run. Raises what Celery's tracer understands."""
+        self.request.__dict__[_REACHED] = True
         key = self.lock_key
         if key is None:
             if self.header.get("claim") is None:

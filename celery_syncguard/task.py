@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from celery import Task
 from celery.app.task import Context
 from celery.result import EagerResult
+from celery.signals import task_postrun
 from celery.states import SUCCESS
 from celery.utils.imports import symbol_by_name
 
@@ -251,6 +252,13 @@ def _check_request(cls: type[LockedTask]) -> None:
             f"{cls.__name__}: its Request has to inherit from celery_syncguard.worker.GuardedRequest, which frees what a "
             f"dead child held"
         )
+
+
+@task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
+def _on_postrun(sender: Any = None, state: str | None = None, retval: Any = None, **_: Any) -> None:
+    # A hook of the task could be overridden without super().
+    if isinstance(sender, LockedTask):
+        Run.never_came(sender, sender.request, state, retval)
 
 
 def _answered(result: Any) -> Any:

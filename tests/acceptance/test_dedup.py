@@ -233,6 +233,20 @@ def test_a_retry_after_its_claim_went_to_another_runs_too(setup, history, claims
     poll(lambda: claims() == {})
 
 
+# --- hooks ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_claim_of_a_task_that_fails_before_its_body_is_freed(setup, history, claims):
+    setup.start_worker()
+    result = setup.module.refused.delay("a")
+    history.wait_for("start")
+    assert setup.module.refused.delay("a").id == result.id
+    setup.open_gate("refuse")
+    with pytest.raises(PermissionError):
+        result.get(timeout=30)
+    poll(lambda: claims() == {})
+
+
 # --- deaths ---------------------------------------------------------------------------------------------------------
 
 

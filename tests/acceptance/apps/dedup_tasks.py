@@ -97,6 +97,20 @@ def skipping(self, key):
     return _work(self, key)
 
 
+class Refusing(LockedTask):
+    abstract = True
+
+    def before_start(self, task_id, args, kwargs):
+        record_task("start", self)
+        gate.wait_at("refuse")
+        raise PermissionError(task_id)
+
+
+@app.task(base=Refusing, dedup_key="refused:{key}")
+def refused(key):
+    """Never runs."""
+
+
 @app.task(bind=True, base=LockedTask, dedup_key="deadly:{key}")
 def dying(self, key):
     record_task("start", self, key=key)
