@@ -278,6 +278,20 @@ def test_the_claim_of_a_killed_child_is_freed_also_when_its_message_was_sent_by_
 
 
 @BOTH
+def test_what_celery_retries_because_its_child_died_keeps_its_claim_until_the_last_attempt(setup, history, claims):
+    """`retry_on_worker_lost`, of Celery 5.7. What the main process does about claims, it does in order."""
+    setup.start_worker(concurrency=1)
+    task, dying = setup.module.dying_and_retried, setup.module.dying
+    retried = task.delay("a")
+    dying.delay("b")
+    poll(lambda: claims() == {"retried:a": retried.id}, timeout=20)
+    assert retried.state == "RETRY"
+    last = task.apply_async(("b",), retries=1)
+    poll(lambda: last.state == "FAILURE", timeout=20)
+    poll(lambda: claims() == {"retried:a": retried.id})
+
+
+@BOTH
 def test_a_body_that_ends_its_process_and_is_delivered_again_keeps_its_claim(setup, history, claims):
     """`acks_late` and `reject_on_worker_lost`."""
     setup.start_worker()

@@ -117,6 +117,19 @@ def dying(self, key):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@app.task(
+    bind=True,
+    base=LockedTask,
+    dedup_key="retried:{key}",
+    retry_on_worker_lost=True,
+    default_retry_delay=60,
+    max_retries=1,
+)
+def dying_and_retried(self, key):
+    record_task("start", self, key=key)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @app.task(bind=True, base=LockedTask, dedup_key="exits:{key}", lock_key="exits:{key}")
 def exiting(self, key):
     record_task("start", self, key=key)
