@@ -318,7 +318,7 @@ class Run:
             released = self._guard.release_lease(
                 lease,
                 # What comes again finds its key free: held on for nobody, it would turn its own next attempt away.
-                min_hold=None if again else self.options.lock_min_hold or None,
+                min_hold=None if again and self._keeps_key(failure) else self.options.lock_min_hold or None,
                 run_key=run_key,
                 run_ttl=self.options.run_once_ttl if run_key is not None else None,
                 claim_key=claim_key,
@@ -366,6 +366,13 @@ class Run:
         if signature is None:
             return True
         return bool(header_of(signature.options.get("headers")).get("claim") == self.header.get("claim"))
+
+    def _keeps_key(self, failure: BaseException | None) -> bool:
+        """Whether the next attempt needs the same lock. Without a header, as it was sent by name, it may."""
+        signature = failure.sig if isinstance(failure, Retry) else None
+        if signature is None:
+            return True
+        return header_of(signature.options.get("headers")).get("key") in (None, self.header.get("key"))
 
     def _end_claim(self, claim_key: str | None) -> None:
         if claim_key is None:

@@ -106,6 +106,16 @@ def test_a_task_that_comes_again_is_not_kept_away_by_its_own_min_hold(app, guard
     assert f.apply().state == "SKIPPED"
 
 
+def test_a_retry_with_another_key_leaves_the_first_one_taken_for_its_min_hold(app, guard):
+    @app.task(base=LockedTask, bind=True, shared=False, lock_key="{key}", lock_min_hold=60, lock_on_held="skip")
+    def f(self, key):
+        if key == "a":
+            raise self.retry(("b",), countdown=0)
+
+    f.apply(("a",))
+    assert [50 < guard.inspect(key).remaining <= 60 for key in ("a", "b")] == [True, True]
+
+
 # lock_ttl
 
 
