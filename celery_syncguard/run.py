@@ -83,7 +83,17 @@ def check_outer() -> None:
 class Run:
     """One delivery of one task."""
 
-    __slots__ = ("_guard_found", "claim_passed_on", "header", "interrupt", "lease", "options", "request", "task")
+    __slots__ = (
+        "_guard_found",
+        "claim_passed_on",
+        "header",
+        "interrupt",
+        "key_passed_on",
+        "lease",
+        "options",
+        "request",
+        "task",
+    )
 
     def __init__(self, task: Any, request: Any, header: dict[str, Any], options: TaskOptions) -> None:
         self.task = task
@@ -94,6 +104,8 @@ class Run:
         self.interrupt: Interrupt | None = None
         #: The claim that whatever replaces this task goes on under.
         self.claim_passed_on: str | None = None
+        #: Whether a message under this task's id waits for this lock.
+        self.key_passed_on = False
         self._guard_found: Any = None
 
     @classmethod
@@ -313,12 +325,13 @@ class Run:
             self._end_claim(claim_key)
             return
         lease.on_lost = None
+        key_passed_on = self.key_passed_on or (again and self._keeps_key(failure))
         run_key = self.run_key if failure is None else None
         try:
             released = self._guard.release_lease(
                 lease,
                 # What comes again finds its key free: held on for nobody, it would turn its own next attempt away.
-                min_hold=None if again and self._keeps_key(failure) else self.options.lock_min_hold or None,
+                min_hold=None if key_passed_on else self.options.lock_min_hold or None,
                 run_key=run_key,
                 run_ttl=self.options.run_once_ttl if run_key is not None else None,
                 claim_key=claim_key,

@@ -11,7 +11,7 @@ import functools
 import inspect
 from typing import Any, ClassVar
 
-from celery import Task
+from celery import Task, current_task
 from celery.app.task import Context
 from celery.result import EagerResult
 from celery.signals import task_postrun
@@ -132,7 +132,12 @@ class LockedTask(Task):  # type: ignore[misc]
             # Only looked at by dedup; `send` has its own.
             call["link"] = link
             send = _without_link(send)
-        return dedup.publish(self.app, self.name, task_options, header=header, call=call, send=send, task=self)
+        result = dedup.publish(self.app, self.name, task_options, header=header, call=call, send=send, task=self)
+        request = current_task.request if current_task else None
+        if request is not None and request.id == task_id and (run := request.__dict__.get(RUN)) is not None:
+            # The body's own next attempt, or what it put in its own place (`self.replace`).
+            run.key_passed_on = run.key_passed_on or header.get("key") == run.lock_key
+        return result
 
     def apply(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         """Run here and now, under the lock as in a worker. Takes our options too."""

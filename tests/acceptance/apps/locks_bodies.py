@@ -168,6 +168,10 @@ def come_again_under_min_hold(self, key, how):
     gate.open_gate(key)
     if how == "requeue":
         raise Reject(requeue=True)
+    if how == "replace":
+        raise self.replace(self.s(key, how))
+    if how == "in silence":
+        return self.retry(countdown=0, throw=False).when
     raise self.retry(countdown=0)
 
 
