@@ -15,7 +15,7 @@ import celery_syncguard.process
 from celery_syncguard import LockedTask, clock
 from celery_syncguard.lease import Lease
 from tests.fixtures import gate
-from tests.fixtures.app import make_app
+from tests.fixtures.app import make_app, misdeed
 from tests.fixtures.history import record, record_task
 
 app = make_app(__name__)
@@ -93,18 +93,18 @@ class OwnScheduler(beat.Scheduler):
         super().apply_entry(entry, producer=producer)
 
 
-if shift := float(os.environ.get("SYNCGUARD_TEST_CLOCK_SHIFT", "0")):
+if shift := float(misdeed("SYNCGUARD_TEST_CLOCK_SHIFT") or 0):
     # A host whose clock is wrong: setting the machine's own would be wrong for everybody on it.
     right_now, right_wall = app.now, clock.wall_ms
     app.now = lambda: right_now() + timedelta(seconds=shift)
     clock.wall_ms = lambda: right_wall() + int(shift * 1000)
 
-if os.environ.get("SYNCGUARD_TEST_SAME_IDENTITY"):
+if misdeed("SYNCGUARD_TEST_SAME_IDENTITY"):
     # What a process sees of itself in a container: not every machine lets a test make one. Only where we ask who we are,
     # since signals go to pids.
     celery_syncguard.process.os = celery_syncguard.beat.os = SimpleNamespace(getpid=lambda: 1)
     socket.gethostname = lambda: "web"
 
-if os.environ.get("SYNCGUARD_TEST_WITHOUT_CHECK"):
+if misdeed("SYNCGUARD_TEST_WITHOUT_CHECK"):
     # For the negative control: nobody looks at the deadline before sending.
     Lease.check = lambda self: None

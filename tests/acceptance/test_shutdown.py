@@ -136,7 +136,7 @@ def test_what_a_shutdown_puts_back_into_the_queue_runs_at_once_in_another_worker
 
 @pytest.mark.parametrize(
     ("broker", "pool", "seconds"),
-    # Not gevent on RabbitMQ, see `freed`: there the worker ends or stays, depending on where the signal strikes.
+    # Not gevent on RabbitMQ, see `freed`.
     [
         ("redis", "threads", 0),
         ("rabbitmq", "threads", 0),
@@ -153,7 +153,11 @@ def test_a_body_that_celery_fails_to_cut_off_keeps_its_lock_until_it_ends(
     setup = celery_setup(APP, conf={"worker_soft_shutdown_timeout": seconds})
     worker = start_holding(setup, history, pool)
     worker.signal(signal.SIGQUIT)
-    worker.wait_for_log("Unrecoverable error")
+    poll(lambda: "Unrecoverable error" in worker.logs() or not worker.alive)
+    if pool == "gevent" and not worker.alive:
+        # Its soft shutdown fails only where the signal strikes in the hub. Elsewhere it ends, and its body with it.
+        freed(guard, history, at_ttl=True)
+        return
     outlives_its_ttl(guard, "a")
     assert history.count("end") == history.count("lost") == 0
     setup.open_gate("go")

@@ -111,6 +111,7 @@ def test_a_second_attempt_of_the_publish_waits_for_its_answer_too(make, rabbit, 
     task = deduplicated(app)
     if first == "plain":
         plain(app)
+        poll(lambda: queued(app, rabbit) == 1)  # nobody confirms it, and the connection is about to break
     lost = rabbit.swallow_next_request(b"syncguard")
     assert not task.delay(1).duplicate
     assert lost.is_set()

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 from celery import Celery
 from kombu import Connection
 
+from celery_syncguard import stamps
 from celery_syncguard.hlc import HybridLogicalClock
 from celery_syncguard.stamps import HEADER, follow_setting, install_stamps
 
 
 @pytest.fixture(autouse=True)
-def _no_applications_of_other_tests(caplog):
-    """All applications of a process stamp its messages, and some here have impossible clocks."""
-    gc.collect()
-    yield
-    caplog.get_records("call").clear()  # tracebacks keep what they passed through
-    gc.collect()
+def _no_applications_of_other_tests(monkeypatch):
+    """All applications of a process stamp its messages. Some of other tests stay, and some here have impossible clocks."""
+    monkeypatch.setattr(stamps, "_all", weakref.WeakSet())
 
 
 def application(name: str) -> Celery:

@@ -12,12 +12,12 @@ from celery.exceptions import Reject
 
 from celery_syncguard import LockedTask, worker
 from tests.fixtures import gate
-from tests.fixtures.app import make_app
+from tests.fixtures.app import make_app, misdeed
 from tests.fixtures.history import DSN_VARIABLE, record, record_task
 
 app = make_app(__name__, result_extended=True)
 
-if os.environ.get("WITHOUT_UNDERTAKER"):
+if misdeed("WITHOUT_UNDERTAKER"):
     # For the negative control: nobody sees the dead off.
     worker._undertaker.watch = lambda pid: None
 

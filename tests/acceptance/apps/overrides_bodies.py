@@ -1,7 +1,6 @@
 """One body in every shape that lies around the lock, on our class (`locked_…`) and on Celery's own (`plain_…`)."""
 
 import functools
-import os
 
 import celery.app.trace
 import flask
@@ -10,7 +9,7 @@ from celery.contrib.django.task import DjangoTask
 
 from celery_syncguard import LockedTask
 from tests.fixtures import gate
-from tests.fixtures.app import make_app
+from tests.fixtures.app import make_app, misdeed
 from tests.fixtures.history import record, record_task
 
 app = make_app(__name__)
@@ -110,6 +109,6 @@ def build_tracer(name, task, *args, **kwargs):
 
 
 original_build_tracer = celery.app.trace.build_tracer
-if os.environ.get("SYNCGUARD_TEST_PATCHED"):
+if misdeed("SYNCGUARD_TEST_PATCHED"):
     # In the worker alone, before Celery's other modules have taken the name from there, as `sentry_sdk.init()` does.
     celery.app.trace.build_tracer = build_tracer

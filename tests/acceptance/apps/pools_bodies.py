@@ -16,13 +16,13 @@ from celery.signals import worker_process_init
 
 from celery_syncguard import Lease, LeaseLost, LockedTask, SyncGuard, pool
 from tests.fixtures import gate
-from tests.fixtures.app import make_app
+from tests.fixtures.app import make_app, misdeed
 from tests.fixtures.history import record, record_task
 
 app = make_app(__name__, task_acks_late=False, worker_proc_alive_timeout=30)
 
-if "SYNCGUARD_TEST_MAX_IDLE" in os.environ:
-    pool.MAX_IDLE = float(os.environ["SYNCGUARD_TEST_MAX_IDLE"])
+if max_idle := misdeed("SYNCGUARD_TEST_MAX_IDLE"):
+    pool.MAX_IDLE = float(max_idle)
 
 #: In the worker's main process, before it forks: a lease and an open connection, when the test asks for it.
 parent = None
