@@ -54,6 +54,20 @@ def contender(store):
         yield make
 
 
+def held_up(store, call, monkeypatch):
+    """Two events: the store was asked this, and may answer."""
+    asked, answered = threading.Event(), threading.Event()
+    answer = getattr(store, call)
+
+    def slowly(request):
+        asked.set()
+        assert answered.wait(30)
+        return answer(request)
+
+    monkeypatch.setattr(store, call, slowly)
+    return asked, answered
+
+
 def test_one_of_many_leads_and_the_others_know_who(contender):
     crowd = [contender(holder=f"host {number}") for number in range(5)]
     for one in crowd:
@@ -95,15 +109,7 @@ def test_a_stop_in_the_middle_of_an_election_waits_for_its_answer_and_gives_the_
     store, contender, monkeypatch
 ):
     """Several beats stop together: the first one's term must not go to one that is about to end, and stay there."""
-    asked, answered = threading.Event(), threading.Event()
-    acquire = store.acquire
-
-    def slowly(request):
-        asked.set()
-        assert answered.wait(30)
-        return acquire(request)
-
-    monkeypatch.setattr(store, "acquire", slowly)
+    asked, answered = held_up(store, "acquire", monkeypatch)
     one = contender(ttl=300)
     one.start()
     assert asked.wait(10)
@@ -120,17 +126,9 @@ def test_a_stop_in_the_middle_of_an_election_waits_for_its_answer_and_gives_the_
 
 def test_a_stop_waits_for_a_release_that_is_under_way_already(store, contender, monkeypatch):
     """Whoever ends its process then, in the middle of the release, keeps the others waiting for a whole ttl."""
-    asked, answered = threading.Event(), threading.Event()
-    release = store.release
-
-    def slowly(request):
-        asked.set()
-        assert answered.wait(30)
-        return release(request)
-
     one = contender(ttl=300)
     one.elect(timeout=5)
-    monkeypatch.setattr(store, "release", slowly)
+    asked, answered = held_up(store, "release", monkeypatch)
     one.step_down()
     assert asked.wait(10)
     try:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from celery import Celery
 
-from celery_syncguard import Lease, SyncGuard
+from celery_syncguard import Lease, SyncGuard, binding
 from celery_syncguard.errors import StoreUnavailable
 from celery_syncguard.memory import MemoryStore
 from celery_syncguard.store import Release, Renewal
@@ -144,7 +145,9 @@ def test_what_could_not_be_released_is_released_before_the_process_ends(guard: S
         lease.release()
     guard._renewer._releaser.stop()
     store.mood = "renewed"
-    guard.flush()
+    app = Celery("ending", set_as_current=False)
+    binding.binding_for(app)._guard = guard
+    binding._flush_all()  # at the end of a worker, of its children, and of any other process
     assert guard.locks() == []
 
 
