@@ -150,7 +150,7 @@ BEGIN
   END LOOP;
 
   IF outcome IS NULL THEN
-    -- Completions are written by whoever holds the lock, before it is free: looked at only now, none is missed.
+    -- Completions are written by whoever holds the lock, before it is free.
     -- One by one, since the plan of an `= ANY` over all of them would be made anew for every call.
     FOREACH v_run_key IN ARRAY coalesce(p_run_keys, '{}') LOOP
       SELECT * INTO v_done FROM syncguard_completions c WHERE c.run_key = v_run_key AND c.expires_at_ms > now_ms;
@@ -209,6 +209,26 @@ BEGIN
         SELECT * INTO v_row FROM syncguard_locks l WHERE l.key = p_key;
         outcome := 'held';
       ELSE
+        -- Looked at again: the holder's own transaction that called complete() had this row locked until its end, which may
+        -- have come after the first look. From now on nobody can complete under the old lease.
+        FOREACH v_run_key IN ARRAY coalesce(p_run_keys, '{}') LOOP
+          SELECT * INTO v_done FROM syncguard_completions c WHERE c.run_key = v_run_key AND c.expires_at_ms > now_ms;
+          IF FOUND THEN
+            outcome := 'done';
+            run_key := v_done.run_key;
+            task_id := v_done.task_id;
+            acquired_at_ms := v_done.completed_at_ms;
+            RETURN;
+          END IF;
+        END LOOP;
+        IF p_run_keys IS NOT NULL AND current_setting('transaction_isolation') <> 'read committed' THEN
+          -- There every look sees what was there at the start. Only the index knows what came since: a conflict with that
+          -- fails to serialize, and whoever asks again sees it.
+          INSERT INTO syncguard_completions (run_key, completed_at_ms, expires_at_ms)
+          SELECT w.run_key, 0, 0 FROM unnest(p_run_keys) AS w (run_key)
+          ON CONFLICT DO NOTHING;
+          DELETE FROM syncguard_completions c WHERE c.run_key = ANY (p_run_keys) AND c.expires_at_ms = 0;
+        END IF;
         -- An expired row of p_lock_id itself is an answer that got lost long ago, not a death.
         IF v_row.task_id IS NOT NULL AND v_row.holder_lock_id = v_row.lock_id AND v_row.lock_id <> p_lock_id THEN
           INSERT INTO syncguard_deaths AS d (task_id, deaths, last_at_ms)
@@ -377,7 +397,9 @@ LANGUAGE sql IMMUTABLE
 AS $$ SELECT 'attempt:' || p_task_id || ':' || p_attempt $$;
 
 -- Frees every lease of one process that is known to be dead, and counts the death for the tasks that it ran.
--- Answers how many leases were freed.
+-- Answers how many leases were freed. Also ends the claims that those leases' own acquires made, for messages that were
+-- published without one. A claim that is older than the lease is its message's, which may come again: whoever watches
+-- the message ends it.
 CREATE FUNCTION syncguard_release_process(p_process TEXT) RETURNS INTEGER
 LANGUAGE plpgsql VOLATILE
 SET lock_timeout = '2s'
@@ -388,15 +410,22 @@ DECLARE
   v_count INTEGER := 0;
 BEGIN
   FOR v_row IN
-    DELETE FROM syncguard_locks l
-    WHERE l.process = p_process AND l.holder_lock_id = l.lock_id
-    RETURNING l.key, l.task_id, l.waiting_until_ms
+    WITH freed AS (
+      DELETE FROM syncguard_locks l
+      WHERE l.process = p_process AND l.holder_lock_id = l.lock_id
+      RETURNING l.key, l.task_id, l.claim_key, l.acquired_at_ms, l.waiting_until_ms
+    )
+    -- In the order in which others lock claims.
+    SELECT * FROM freed ORDER BY claim_key
   LOOP
     v_count := v_count + 1;
     IF v_row.task_id IS NOT NULL THEN
       INSERT INTO syncguard_deaths AS d (task_id, deaths, last_at_ms)
       VALUES (v_row.task_id, 1, syncguard_clock_ms())
       ON CONFLICT (task_id) DO UPDATE SET deaths = d.deaths + 1, last_at_ms = excluded.last_at_ms;
+      -- Without the lock's row nobody could tell any more that this claim's worker is dead.
+      DELETE FROM syncguard_claims c
+      WHERE c.claim_key = v_row.claim_key AND c.task_id = v_row.task_id AND c.claimed_at_ms >= v_row.acquired_at_ms;
     END IF;
     IF v_row.waiting_until_ms > syncguard_clock_ms() THEN
       PERFORM pg_notify('syncguard_released', v_row.key);
@@ -591,6 +620,7 @@ $$;
 -- Deletes what has been over for p_older_ms: expired leases, completions, claims, deaths; at most p_limit of each, and
 -- waits for nobody. With p_counters also idle fence counters: only those that have moved past the clock, so that the
 -- next fence is higher without them. The TypeScript client would start such a key at 1: not for tables shared with it.
+-- A pruned lease takes the claim of its dead holder with it.
 CREATE FUNCTION syncguard_prune(
   p_older_ms BIGINT,
   p_counters BOOLEAN DEFAULT FALSE,
@@ -606,19 +636,35 @@ SET search_path FROM CURRENT
 AS $$
 DECLARE
   v_before BIGINT := syncguard_clock_ms() - p_older_ms;
-BEGIN
-  DELETE FROM syncguard_locks WHERE ctid = ANY (ARRAY(
+  v_locks TID[] := ARRAY(
     SELECT l.ctid FROM syncguard_locks l WHERE l.expires_at_ms <= v_before LIMIT p_limit FOR UPDATE SKIP LOCKED
+  );
+  v_dead BIGINT;
+BEGIN
+  -- By an expired lease syncguard_claim tells that a claim's worker is dead, so the two go together: where somebody has
+  -- the claim locked, both stay for the next time.
+  DELETE FROM syncguard_claims WHERE ctid = ANY (ARRAY(
+    SELECT c.ctid FROM syncguard_locks l JOIN syncguard_claims c ON c.claim_key = l.claim_key AND c.task_id = l.task_id
+    WHERE l.ctid = ANY (v_locks) AND l.holder_lock_id = l.lock_id
+    FOR UPDATE OF c SKIP LOCKED
   ));
+  GET DIAGNOSTICS v_dead = ROW_COUNT;
+  DELETE FROM syncguard_locks l
+  WHERE l.ctid = ANY (v_locks) AND NOT EXISTS (
+    SELECT 1 FROM syncguard_claims c
+    WHERE c.claim_key = l.claim_key AND c.task_id = l.task_id AND l.holder_lock_id = l.lock_id
+  );
   GET DIAGNOSTICS locks = ROW_COUNT;
   DELETE FROM syncguard_completions WHERE ctid = ANY (ARRAY(
     SELECT c.ctid FROM syncguard_completions c WHERE c.expires_at_ms <= v_before LIMIT p_limit FOR UPDATE SKIP LOCKED
   ));
   GET DIAGNOSTICS completions = ROW_COUNT;
   DELETE FROM syncguard_claims WHERE ctid = ANY (ARRAY(
-    SELECT c.ctid FROM syncguard_claims c WHERE c.expires_at_ms <= v_before LIMIT p_limit FOR UPDATE SKIP LOCKED
+    SELECT c.ctid FROM syncguard_claims c WHERE c.expires_at_ms <= v_before
+    LIMIT greatest(p_limit - v_dead, 0) FOR UPDATE SKIP LOCKED
   ));
   GET DIAGNOSTICS claims = ROW_COUNT;
+  claims := claims + v_dead;
   DELETE FROM syncguard_deaths WHERE ctid = ANY (ARRAY(
     SELECT d.ctid FROM syncguard_deaths d
     WHERE d.last_at_ms <= v_before - 7 * 86400000::bigint LIMIT p_limit FOR UPDATE SKIP LOCKED
