@@ -28,7 +28,7 @@ from celery_syncguard.confirmer import UNCONFIRMED_TTL
 from celery_syncguard.errors import DuplicateTask, SyncGuardError
 from celery_syncguard.events import logger
 from celery_syncguard.key import public_key
-from celery_syncguard.message import HEADER, header_of
+from celery_syncguard.message import HEADER, header_of, without_way
 from celery_syncguard.options import TaskOptions
 from celery_syncguard.process import default_holder
 from celery_syncguard.receipts import ask_for_receipts
@@ -68,7 +68,8 @@ def publish(
         DuplicateTask: the work is queued or running, and the caller wants an error or the message has a continuation.
         StoreUnavailable: the claim could not be asked for; nothing was sent.
     """
-    call["headers"] = {**(call.get("headers") or {}), HEADER: header}
+    # Only what is published again says which attempt it is.
+    call["headers"] = {**without_way(call.get("headers"), again="retries" in call), HEADER: header}
     key = header.get("claim")
     if key is None:
         return send(**call)

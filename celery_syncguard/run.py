@@ -520,7 +520,9 @@ class Run:
         """
         low, high = self.options.lock_retry_delay
         ceiling = min(high, low * 2.0 ** min(self.header.get("held", 0) + 1, 32))
-        return random.uniform(low, ceiling)
+        delay = random.uniform(low, ceiling)
+        # Celery's native delayed delivery refuses what is shorter.
+        return max(delay, 1.0) if delay < 1.0 and _has_quorum_queues(self.task.app) else delay
 
     def _come_back(self, reason: SyncGuardError, *, hidden: bool, delay: float | None = None) -> None:
         """Publish this message again and leave. Returns if that is not possible: the caller tries again in place.
@@ -568,6 +570,10 @@ class Run:
 def _ended_by_itself(failure: BaseException | None) -> bool:
     """Not so: a lost lease, a message that goes back to the queue, a process that is being ended."""
     return failure is None or (isinstance(failure, Exception) and not isinstance(failure, (LeaseLost, Reject)))
+
+
+def _has_quorum_queues(app: Any) -> bool:
+    return any((queue.queue_arguments or {}).get("x-queue-type") == "quorum" for queue in app.amqp.queues.values())
 
 
 def _pause(seconds: float) -> None:
