@@ -47,8 +47,12 @@ class _Completion:
     expires: float
 
 
-def _attempt_key(task_id: str | None, attempt: int | None) -> str:
-    return f"attempt:{task_id}:{attempt}"
+def _attempt_key(call_id: str | None, attempt: int | None) -> str:
+    return f"attempt:{call_id}:{attempt}"
+
+
+def _attempt_of(request: Acquire) -> tuple[str | None, int | None, str | None]:
+    return (request.task_id, request.attempt, request.call_id)
 
 
 def _same(row: _Row, request: Acquire) -> bool:
@@ -84,7 +88,7 @@ class MemoryStore:
             if row is not None and row.expires > now:
                 if row.request.lock_id == request.lock_id:
                     return self._grant(row)
-                if row.task_id is not None and (row.task_id, row.request.attempt) == (request.task_id, request.attempt):
+                if row.task_id is not None and _attempt_of(row.request) == _attempt_of(request):
                     row.copies = True
                 return self._held(row, now)
             for run_key in request.run_keys:
@@ -136,6 +140,7 @@ class MemoryStore:
             holder=row.request.holder,
             task_id=row.task_id,
             attempt=row.request.attempt,
+            call_id=row.request.call_id,
         )
 
     def _bury(self, row: _Row, now: float) -> None:
@@ -175,7 +180,7 @@ class MemoryStore:
             if release.run_key is not None:
                 self._complete(release.run_key, release.task_id, release.run_ttl or 0.0, now)
             if release.attempt_done and row.copies:
-                key = _attempt_key(release.task_id, row.request.attempt)
+                key = _attempt_key(row.request.call_id or release.task_id, row.request.attempt)
                 self._completions.pop(key, None)
                 self._complete(key, release.task_id, _ATTEMPT_TTL, now)
             self._changed.notify_all()

@@ -13,9 +13,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["HEADER", "claim_of", "header_of", "queue_of", "without_way"]
+__all__ = ["HEADER", "claim_of", "header_of", "is_broadcast", "queue_of", "without_way"]
 
-#: Its entries, each optional: `key`, `run`, `claim` (text); `claimed` (the publisher made the claim); `options`
+#: Its entries, each optional: `key`, `run`, `claim` (text); `call` (text, new with each publish, kept by everything that
+#: follows from it: copies, retries, what replaces it); `claimed` (the publisher made the claim); `options`
 #: (overrides of this call); `held` (how often the message came back because the lock was held); `given` (which of the
 #: keys were given for this call, so that other arguments in a retry do not change them); `serializer` (of this call).
 HEADER = "syncguard"
@@ -77,7 +78,17 @@ def queue_of(app: Any, delivery_info: Mapping[str, Any] | None) -> Any:
         queue
         for queue in queues.values()
         if queue.exchange
+        and queue.exchange.type != "fanout"
         and (delayed or queue.exchange.name == exchange)
-        and (queue.routing_key == routing_key or (not delayed and queue.exchange.type == "fanout"))
+        and queue.routing_key == routing_key
     ]
     return found[0] if len(found) == 1 else None
+
+
+def is_broadcast(app: Any, delivery_info: Mapping[str, Any] | None) -> bool:
+    """Whether a message came through a fanout exchange of the application, which hands one to each of its queues."""
+    exchange = (delivery_info or {}).get("exchange")
+    return bool(exchange) and any(
+        queue.exchange and queue.exchange.name == exchange and queue.exchange.type == "fanout"
+        for queue in app.amqp.queues.values()
+    )

@@ -188,8 +188,7 @@ class LockedTask(Task):  # type: ignore[misc]
         request = self.request if request is None else request
         if queue is None and not options.keys() & {"exchange", "routing_key"}:
             came_from = queue_of(self.app, request.delivery_info)
-            if came_from is not None and came_from.exchange.type != "fanout":
-                queue = came_from.name
+            queue = None if came_from is None else came_from.name
         if serializer := header_of(request.headers).get("serializer"):
             options.setdefault("serializer", serializer)
         changed = (args is not None and list(args) != list(request.args or ())) or (

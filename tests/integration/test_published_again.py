@@ -4,16 +4,18 @@ and it leads to the queue from which it came. Messages are taken from the broker
 
 import importlib.util
 import re
+import threading
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 from celery import Celery
 from celery.app.trace import build_tracer
 from celery.worker.request import Request
-from kombu import Exchange, Queue
+from kombu import Consumer, Exchange, Queue
+from kombu.common import Broadcast
 
-from celery_syncguard import LockedTask, binding, message
+from celery_syncguard import LockedTask, binding, dedup, message, run
 from celery_syncguard.testing import hold_elsewhere
 from tests.fixtures.polling import poll
 
@@ -43,10 +45,10 @@ class Desk:
     def take(self):
         return self.queue.get(no_ack=True)
 
-    def run(self, message, task):
+    def run(self, message, task, hostname="here"):
         if task.__trace__ is None:
             task.__trace__ = build_tracer(task.name, task, app=self.app, loader=self.app.loader)
-        Request(message, on_ack=lambda *_: None, app=self.app, task=task, hostname="here", decoded=False).execute()
+        Request(message, on_ack=lambda *_: None, app=self.app, task=task, hostname=hostname, decoded=False).execute()
 
 
 @contextmanager
@@ -135,6 +137,146 @@ def test_who_publishes_first_may_send_to_several_queues(in_memory):
     headers = in_memory.take().headers
     assert headers["CC"] == ["another"]
     assert "x-death" not in headers
+
+
+# --- a task id that is used again -------------------------------------------------------------------------------------
+
+
+class Gated:
+    """A task whose body says that it has begun, and ends when it is told to."""
+
+    def __init__(self, app, **options):
+        self.ran = []
+        self.go = threading.Event()
+
+        def body(n):
+            self.ran.append(n)
+            assert self.go.wait(30)
+
+        options = {"lock_key": "k", "lock_retry_delay": (0.1, 0.2), **options}
+        self.task = app.task(base=LockedTask, shared=False, name="gated", **options)(body)
+
+    @contextmanager
+    def running(self, desk, message, hostname="here"):
+        """It runs `message` beside what is done inside, and ends with that."""
+        before = len(self.ran)
+        thread = threading.Thread(target=desk.run, args=(message, self.task, hostname))
+        thread.start()
+        poll(lambda: len(self.ran) > before)
+        try:
+            yield
+        finally:
+            self.go.set()
+            thread.join(30)
+
+
+def test_a_new_publish_under_an_old_task_id_is_new_work(in_memory):
+    """While the first one runs, and when all is over."""
+    gated = Gated(in_memory.app)
+    gated.task.apply_async((1,), task_id="t")
+    with gated.running(in_memory, in_memory.take()):
+        gated.task.apply_async((2,), task_id="t")
+        in_memory.run(in_memory.take(), gated.task)
+        assert gated.ran == [1]
+    in_memory.run(in_memory.take(), gated.task)
+    gated.task.apply_async((3,), task_id="t")
+    in_memory.run(in_memory.take(), gated.task)
+    assert gated.ran == [1, 2, 3]
+    assert in_memory.take() is None
+
+
+def test_without_a_name_for_each_publish_the_second_one_is_taken_for_a_copy(in_memory, monkeypatch):
+    """The negative control."""
+    monkeypatch.setattr(dedup, "_begin_call", lambda header, call: None)
+    gated = Gated(in_memory.app)
+    gated.task.apply_async((1,), task_id="t")
+    with gated.running(in_memory, in_memory.take()):
+        gated.task.apply_async((2,), task_id="t")
+        in_memory.run(in_memory.take(), gated.task)
+    in_memory.run(in_memory.take(), gated.task)
+    assert gated.ran == [1]
+
+
+def test_a_copy_of_the_same_publish_is_answered(in_memory):
+    gated = Gated(in_memory.app)
+    gated.task.apply_async((1,), task_id="t")
+    message = in_memory.take()
+    with gated.running(in_memory, message):
+        in_memory.run(message, gated.task)
+    in_memory.run(in_memory.take(), gated.task)
+    assert gated.ran == [1]
+    assert in_memory.take() is None
+
+
+def test_a_new_publish_is_not_thrown_away_because_an_old_one_is_at_a_later_attempt(in_memory):
+    gated = Gated(in_memory.app)
+    gated.task.apply_async((1,), task_id="t", retries=1)
+    with gated.running(in_memory, in_memory.take()):
+        gated.task.apply_async((2,), task_id="t")
+        in_memory.run(in_memory.take(), gated.task)
+    in_memory.run(in_memory.take(), gated.task)
+    assert gated.ran == [1, 2]
+
+
+# --- a Broadcast queue ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_workers(broker):
+    """Two desks with a Broadcast queue each, of one application, and everything that arrived at either."""
+    name = f"test-{uuid.uuid4().hex}"
+    queues = [Broadcast(name), Broadcast(name)]
+    app = Celery("again", broker=broker.url, set_as_current=False)
+    app.conf.update(syncguard_dsn="memory://", task_queues=queues, task_ignore_result=True)
+    app.conf.task_routes = {"gated": {"queue": name, "exchange": name}}
+    with desk(app, queues[0]) as one, app.connection_for_read() as connection:
+        arrived = []
+        consumers = [
+            Consumer(one.connection.default_channel, [queues[0]], on_message=arrived.append, no_ack=True),
+            Consumer(connection.default_channel, [queues[1]], on_message=arrived.append, no_ack=True),
+        ]
+
+        def drain(*, wait=0.2):
+            for each in (one.connection, connection):
+                with suppress(TimeoutError):
+                    while True:
+                        each.drain_events(timeout=wait)
+            return arrived
+
+        for consumer in consumers:
+            consumer.consume()
+        drain()  # Redis subscribes with the first look
+        yield one, drain
+
+
+def test_what_was_sent_to_every_worker_runs_once_in_each_one_after_the_other_and_is_sent_to_nobody_again(two_workers):
+    one, drain = two_workers
+    gated = Gated(one.app)
+    gated.task.apply_async((1,), declare=[one.queue.exchange])
+    poll(lambda: len(drain()) == 2)
+    first, second = drain()
+    with gated.running(one, first, "w1"):
+        waiting = threading.Thread(target=one.run, args=(second, gated.task, "w2"))
+        waiting.start()
+        poll(lambda: binding.guard_for(one.app).counts["retry"] >= 2)
+        assert gated.ran == [1]
+    waiting.join(30)
+    assert gated.ran == [1, 1]
+    assert len(drain(wait=1)) == 2
+
+
+@pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
+def test_without_waiting_in_place_what_comes_back_goes_to_every_worker(two_workers, monkeypatch):
+    """The negative control. (On Redis it is lost: a worker that only publishes there does not know that it goes to all.)"""
+    monkeypatch.setattr(run, "is_broadcast", lambda app, delivery_info: False)
+    one, drain = two_workers
+    gated = Gated(one.app)
+    gated.task.apply_async((1,), declare=[one.queue.exchange])
+    poll(lambda: len(drain()) == 2)
+    first, second = drain()
+    with gated.running(one, first, "w1"):
+        one.run(second, gated.task, "w2")
+        poll(lambda: len(drain()) == 4)
 
 
 # --- a quorum queue, with Celery's native delayed delivery ------------------------------------------------------------
