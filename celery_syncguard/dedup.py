@@ -1,6 +1,6 @@
 """Publishing: keys are computed, and a second copy of the same work is not queued.
 
-    claim (short life) -> publish -> the broker has it (`receipts`) -> confirm (whole life, in the background)
+    claim (short life) -> publish -> the broker has it (`receipts`) -> confirm (whole life)
 
 The claim is made on a connection of our own, so a duplicate never aborts the caller's transaction, and is ended again when
 publishing raises. Whoever gets the claim publishes; everybody else gets the id of the task that has it.
@@ -82,9 +82,11 @@ def publish(
     # What was due long ago is work like any other, and its claim is no shorter.
     due = max(0.0, _seconds_until(app, call.get("eta"), call.get("countdown")) or 0.0)
     if header.get("claimed"):
-        # It comes again under the claim that it has. A long wait must not outlast that.
-        if due > options.dedup_ttl / 2:
-            _quietly(lambda: store.claim(key, task_id=task_id, ttl=due + options.dedup_ttl, holder=holder))
+        # It comes again under the claim that it has, which lives as long as its message waits. (What comes back for a
+        # held lock is renewed by its next delivery, unless that is far away.)
+        if options.dedup_until != "ttl" and (due > options.dedup_ttl / 2 or _is_next_attempt(call)):
+            ttl, begun_before = due + options.dedup_ttl, options.dedup_until == "start"
+            _quietly(lambda: store.claim(key, task_id=task_id, ttl=ttl, holder=holder, again=begun_before))
         return send(**call)
     ttl = _life(app, task, call, due + options.dedup_ttl)
     try:
@@ -106,12 +108,29 @@ def publish(
     except BaseException:
         _quietly(lambda: store.unclaim(key, task_id=task_id))
         raise
-    binding.binding_for(app).confirmer.confirm(key, task_id=task_id, ttl=ttl)
+    _confirm(app, key, task_id=task_id, ttl=ttl)
     request = current_task.request if current_task else None
     if request is not None and request.id == task_id and RUN in request.__dict__:
         # A body put this in its own place (`self.replace`), under its id and so under its claim.
         request.__dict__[RUN].claim_passed_on = key
     return _marked(result, duplicate=False, holder=None)
+
+
+def _confirm(app: Any, key: str, *, task_id: str, ttl: float) -> None:
+    """Before the caller goes on: it may freeze, or end, as soon as it has its answer."""
+    try:
+        binding.guard_for(app).store.confirm([(key, task_id, ttl)])
+    except BaseException as exc:
+        binding.binding_for(app).confirmer.confirm(key, task_id=task_id, ttl=ttl)
+        if not isinstance(exc, SyncGuardError):
+            raise
+        logger.warning("a claim could not be confirmed, trying again in the background: %s", exc)
+
+
+def _is_next_attempt(call: Mapping[str, Any]) -> bool:
+    """Whether the running attempt publishes the next one, not the same again because it could not run."""
+    request = current_task.request if current_task else None
+    return request is not None and request.id == call.get("task_id") and request.retries != call.get("retries")
 
 
 def _begin_call(header: dict[str, Any], call: Mapping[str, Any]) -> None:

@@ -38,6 +38,7 @@ class _Claim:
     holder: str | None
     claimed: float
     expires: float
+    next_task_id: str | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -90,6 +91,7 @@ class MemoryStore:
                     return self._grant(row)
                 if row.task_id is not None and _attempt_of(row.request) == _attempt_of(request):
                     row.copies = True
+                self._keep_claim(request, now)
                 return self._held(row, now)
             for run_key in request.run_keys:
                 done = self._completions.get(run_key)
@@ -115,8 +117,8 @@ class MemoryStore:
                 task_id=request.task_id,
             )
             if request.claim_key is not None and request.task_id is not None:
-                if request.claim_ttl is None:
-                    self._unclaim(request.claim_key, request.task_id)
+                if request.claim_ttl is None or request.claim_ends:
+                    self._begin(request.claim_key, request.task_id, request.claim_ttl, now)
                 else:
                     self._claim(request.claim_key, request.task_id, request.claim_ttl, request.holder, now)
             return self._grant(row)
@@ -142,6 +144,12 @@ class MemoryStore:
             attempt=row.request.attempt,
             call_id=row.request.call_id,
         )
+
+    def _keep_claim(self, request: Acquire, now: float) -> None:
+        """It lives as long as its message waits."""
+        claim = self._claims.get(request.claim_key or "")
+        if claim is not None and claim.task_id == request.task_id and request.claim_ttl is not None:
+            claim.expires = max(claim.expires, now + request.claim_ttl)
 
     def _bury(self, row: _Row, now: float) -> None:
         if row.task_id is not None:
@@ -252,7 +260,14 @@ class MemoryStore:
             return self._changed.wait_for(lambda: self._rows.get(key) is not row or row is None, timeout)
 
     def claim(
-        self, key: str, *, task_id: str, ttl: float, holder: str | None = None, lock_key: str | None = None
+        self,
+        key: str,
+        *,
+        task_id: str,
+        ttl: float,
+        holder: str | None = None,
+        lock_key: str | None = None,
+        again: bool = False,
     ) -> Claim:
         with self._changed:
             now = clock.now()
@@ -260,6 +275,8 @@ class MemoryStore:
             if row is not None and row.expires <= now and row.request.claim_key == key:
                 self._end_claim_of(row)
             claim = self._claim(key, task_id, ttl, holder, now)
+            if again and claim.task_id != task_id:
+                claim.next_task_id = task_id
             return Claim(
                 key=key,
                 task_id=claim.task_id,
@@ -293,12 +310,24 @@ class MemoryStore:
 
     def _end_claim_of(self, row: _Row) -> None:
         """Its holder is dead, and so is the work that it claimed."""
-        if row.request.claim_key is not None and row.request.claim_ttl is not None and row.task_id is not None:
-            self._unclaim(row.request.claim_key, row.task_id)
+        request = row.request
+        kept = request.claim_ttl is not None and not request.claim_ends
+        if request.claim_key is not None and kept and row.task_id is not None:
+            self._unclaim(request.claim_key, row.task_id)
+
+    def _begin(self, key: str, task_id: str, ttl: float | None, now: float) -> None:
+        """The task's work has begun: its claim ends, or goes to the task that waits to run again."""
+        claim = self._claims.get(key)
+        if claim is not None and claim.task_id == task_id and claim.next_task_id is not None and ttl is not None:
+            self._claims[key] = _Claim(task_id=claim.next_task_id, holder=None, claimed=now, expires=now + ttl)
+        else:
+            self._unclaim(key, task_id)
 
     def _unclaim(self, key: str, task_id: str) -> bool:
         claim = self._claims.get(key)
         if claim is None or claim.task_id != task_id:
+            if claim is not None and claim.next_task_id == task_id:
+                claim.next_task_id = None
             return False
         del self._claims[key]
         return True

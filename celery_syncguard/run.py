@@ -48,6 +48,9 @@ _REACHED = "_syncguard_reached"
 #: Seconds that a retry waits in place for the end of the attempt which published it, and an answer for the first result.
 _HANDOVER = 2.0
 
+#: Seconds for which the end of an attempt is remembered.
+_ATTEMPT_TTL = 3600.0
+
 #: Seconds for which an eager call, which cannot come back later, waits for a held lock.
 _EAGER_PATIENCE = 60.0
 
@@ -189,12 +192,16 @@ class Run:
         call: str = self.header.get("call") or self.request.id
         return f"{call}@{self.request.hostname}" if self.for_everybody else call
 
+    @property
+    def attempt_key(self) -> str:
+        """What the end of this attempt is remembered by, for its copies."""
+        return f"attempt:{self.call_id}:{self.attempt}"
+
     def _acquire(self, key: str) -> Acquire:
         claim_key = self.header.get("claim")
         until = self.options.dedup_until
         run_key = self.run_key
         attempt, task_id = self.attempt, self.request.id
-        attempt_key = f"attempt:{self.call_id}:{attempt}"
         return Acquire(
             key=key,
             lock_id=new_lock_id(),
@@ -203,10 +210,11 @@ class Run:
             process=process_id(),
             task_id=task_id,
             attempt=attempt,
-            run_keys=(attempt_key,) if run_key is None else (run_key, attempt_key),
+            run_keys=(self.attempt_key,) if run_key is None else (run_key, self.attempt_key),
             max_deaths=self.options.lock_max_deaths,
             claim_key=claim_key if until != "ttl" else None,
-            claim_ttl=self.options.dedup_ttl if until == "done" else None,
+            claim_ttl=self.options.dedup_ttl,
+            claim_ends=until == "start",
             call_id=self.call_id,
         )
 
@@ -352,16 +360,23 @@ class Run:
             return
         lease.on_lost = None
         key_passed_on = self.key_passed_on or (again and self._keeps_key(failure))
-        run_key = self.run_key if failure is None else None
+        by_itself = _ended_by_itself(failure) and lease.lost_reason is None
+        run_key, run_ttl = None, None
+        if self.run_key is not None:
+            if failure is None:
+                run_key, run_ttl = self.run_key, self.options.run_once_ttl
+            elif by_itself:
+                # One run per attempt, also for copies that nobody has seen by now.
+                run_key, run_ttl = self.attempt_key, _ATTEMPT_TTL
         try:
             released = self._guard.release_lease(
                 lease,
                 # What comes again finds its key free: held on for nobody, it would turn its own next attempt away.
                 min_hold=None if key_passed_on else self.options.lock_min_hold or None,
                 run_key=run_key,
-                run_ttl=self.options.run_once_ttl if run_key is not None else None,
+                run_ttl=run_ttl,
                 claim_key=claim_key,
-                attempt_done=_ended_by_itself(failure) and lease.lost_reason is None,
+                attempt_done=by_itself,
             )
         except SyncGuardError as exc:
             logger.error("could not release %r, it ends at its ttl: %s", lease.key, exc)

@@ -34,7 +34,8 @@ class Acquire:
     """A request for a lock. Only `key`, `lock_id` and `ttl` are needed; the rest comes from a task.
 
     `run_keys`: answer `Done` instead if one of these is completed. `max_deaths`: answer `Dead` if the task lost that many
-    leases by the death of its process. `claim_key`: the task's claim, kept alive for `claim_ttl` or, without one, ended.
+    leases by the death of its process. `claim_key`: the task's claim, kept alive for `claim_ttl`, with `claim_ends` only while
+    the lock is held; without `claim_ttl`, ended.
     `call_id`: which publish of the task id this is.
     """
 
@@ -50,6 +51,7 @@ class Acquire:
     claim_key: str | None = None
     claim_ttl: float | None = None
     call_id: str | None = None
+    claim_ends: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -187,10 +189,18 @@ class LockStore(Protocol):
         """Wait until the lease on `key` may be gone, at most `timeout` seconds. A hint; False: nothing was heard."""
 
     def claim(
-        self, key: str, *, task_id: str, ttl: float, holder: str | None = None, lock_key: str | None = None
+        self,
+        key: str,
+        *,
+        task_id: str,
+        ttl: float,
+        holder: str | None = None,
+        lock_key: str | None = None,
+        again: bool = False,
     ) -> Claim:
         """Claim a piece of work for a task, unless another task has a live claim. `lock_key`: the lock under which it
-        runs; a claim is over when its task died while it held that.
+        runs; a claim is over when its task died while it held that. `again`: the task has begun and is to run again; if
+        another one has the claim, it gets it when that one starts. May be forgotten in a crash, unless it is confirmed.
         """
 
     def confirm(self, claims: Sequence[tuple[str, str, float]]) -> int:

@@ -55,13 +55,15 @@ CREATE TABLE syncguard_completions (
 );
 CREATE INDEX idx_syncguard_completions_expires ON syncguard_completions (expires_at_ms);
 
--- Work that is queued or running. The task id owns the claim.
+-- Work that is queued or running. The task id owns the claim. next_task_id: a task that is to run again under the same
+-- claim as soon as its owner starts (dedup_until="start").
 CREATE TABLE syncguard_claims (
   claim_key TEXT PRIMARY KEY,
   task_id TEXT NOT NULL,
   holder TEXT,
   claimed_at_ms BIGINT NOT NULL,
-  expires_at_ms BIGINT NOT NULL
+  expires_at_ms BIGINT NOT NULL,
+  next_task_id TEXT
 );
 CREATE INDEX idx_syncguard_claims_expires ON syncguard_claims (expires_at_ms);
 
@@ -96,7 +98,8 @@ $$;
 --            nothing.
 --   done     one of p_run_keys is completed: run_key, task_id, acquired_at_ms (the moment of completion).
 --   dead     p_task_id lost p_max_deaths leases by the death of its process: deaths.
--- p_claim_key with p_claim_ttl_ms keeps the task's claim alive for the run; without p_claim_ttl_ms the claim ends here.
+-- p_claim_key with p_claim_ttl_ms keeps the task's claim alive, while it waits for the lock and for the run; with
+-- p_claim_ends only while it waits: the claim ends with the grant, as it does without p_claim_ttl_ms.
 CREATE FUNCTION syncguard_acquire(
   p_key TEXT,
   p_lock_id TEXT,
@@ -110,6 +113,7 @@ CREATE FUNCTION syncguard_acquire(
   p_claim_key TEXT DEFAULT NULL,
   p_claim_ttl_ms BIGINT DEFAULT NULL,
   p_call_id TEXT DEFAULT NULL,
+  p_claim_ends BOOLEAN DEFAULT FALSE,
   OUT outcome TEXT,
   OUT now_ms BIGINT,
   OUT lock_id TEXT,
@@ -134,6 +138,7 @@ DECLARE
   v_run_key TEXT;
   v_deaths INTEGER := 0;
   v_locked BOOLEAN := FALSE;
+  v_claim_ends BOOLEAN := p_claim_ends OR p_claim_ttl_ms IS NULL;
 BEGIN
   -- Two looks: without the advisory lock, so that a held lock costs one read; and again with it, since the first may
   -- be out of date by then.
@@ -193,7 +198,7 @@ BEGIN
         holder_lock_id, holder, process, task_id, attempt, call_id, claim_key
       )
       SELECT p_key, p_lock_id, t.now_ms + p_ttl_ms, t.now_ms, syncguard_fence_text(counter.fence), p_key,
-        p_lock_id, p_holder, p_process, p_task_id, p_attempt, p_call_id, CASE WHEN p_claim_ttl_ms IS NOT NULL THEN p_claim_key END
+        p_lock_id, p_holder, p_process, p_task_id, p_attempt, p_call_id, CASE WHEN NOT v_claim_ends THEN p_claim_key END
       FROM counter, LATERAL (SELECT syncguard_clock_ms() + 0 * counter.fence AS now_ms) t
       ON CONFLICT (key) DO NOTHING
       RETURNING l.* INTO v_row;
@@ -253,7 +258,7 @@ BEGIN
         SET lock_id = p_lock_id, expires_at_ms = t.now_ms + p_ttl_ms, acquired_at_ms = t.now_ms,
           fence = syncguard_fence_text(counter.fence), user_key = p_key,
           holder_lock_id = p_lock_id, holder = p_holder, process = p_process, task_id = p_task_id,
-          attempt = p_attempt, call_id = p_call_id, claim_key = CASE WHEN p_claim_ttl_ms IS NOT NULL THEN p_claim_key END, copies = NULL, waiting_until_ms = NULL
+          attempt = p_attempt, call_id = p_call_id, claim_key = CASE WHEN NOT v_claim_ends THEN p_claim_key END, copies = NULL, waiting_until_ms = NULL
         FROM counter, LATERAL (SELECT syncguard_clock_ms() + 0 * counter.fence AS now_ms) t
         WHERE l.key = p_key
         RETURNING l.* INTO v_row;
@@ -264,8 +269,8 @@ BEGIN
 
   IF outcome = 'granted' THEN
     IF p_claim_key IS NOT NULL THEN
-      IF p_claim_ttl_ms IS NULL THEN
-        DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id;
+      IF v_claim_ends THEN
+        PERFORM syncguard_end_claim(p_claim_key, p_task_id, p_claim_ttl_ms);
       ELSE
         PERFORM 1 FROM syncguard_claims c
         WHERE c.claim_key = p_claim_key AND c.expires_at_ms > now_ms + p_claim_ttl_ms / 2;
@@ -278,6 +283,12 @@ BEGIN
     AND v_row.holder_lock_id = v_row.lock_id AND v_row.copies IS NOT TRUE THEN
     -- A copy of the very attempt that runs. The holder's release then leaves a completion for it.
     UPDATE syncguard_locks l SET copies = TRUE WHERE l.key = p_key AND l.lock_id = v_row.lock_id;
+  END IF;
+
+  IF outcome = 'held' AND p_claim_ttl_ms IS NOT NULL THEN
+    -- It lives as long as its message waits.
+    UPDATE syncguard_claims c SET expires_at_ms = now_ms + p_claim_ttl_ms
+    WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id AND c.expires_at_ms < now_ms + p_claim_ttl_ms / 2;
   END IF;
 
   lock_id := v_row.lock_id;
@@ -372,7 +383,7 @@ BEGIN
   END IF;
   -- After the lock's row, as in syncguard_acquire, so that the two cannot deadlock.
   IF p_claim_key IS NOT NULL THEN
-    DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id;
+    PERFORM syncguard_end_claim(p_claim_key, p_task_id);
   END IF;
   IF v_row.key IS NULL THEN
     RETURN FALSE;
@@ -534,12 +545,14 @@ $$;
 -- Claims p_claim_key for the task p_task_id. `outcome` is 'claimed' (also when the task owns it already) or
 -- 'duplicate', with the owner's task id, holder and times; a duplicate writes nothing. p_lock_key is the lock under which
 -- such work runs: if the owner's lease on it has expired, its worker is dead and its claim counts as over.
+-- p_again: the task has begun, and is to run again: if another one has the claim, it comes next.
 CREATE FUNCTION syncguard_claim(
   p_claim_key TEXT,
   p_task_id TEXT,
   p_ttl_ms BIGINT,
   p_holder TEXT DEFAULT NULL,
   p_lock_key TEXT DEFAULT NULL,
+  p_again BOOLEAN DEFAULT FALSE,
   OUT outcome TEXT,
   OUT now_ms BIGINT,
   OUT task_id TEXT,
@@ -568,12 +581,17 @@ BEGIN
           CONTINUE;
         END IF;
       END IF;
+      IF p_again THEN
+        UPDATE syncguard_claims c SET next_task_id = p_task_id WHERE c.claim_key = p_claim_key AND c.task_id = v_row.task_id;
+        CONTINUE WHEN NOT FOUND;
+      END IF;
       outcome := 'duplicate';
     ELSE
       INSERT INTO syncguard_claims AS c (claim_key, task_id, holder, claimed_at_ms, expires_at_ms)
       VALUES (p_claim_key, p_task_id, p_holder, now_ms, now_ms + p_ttl_ms)
       ON CONFLICT (claim_key) DO UPDATE
       SET task_id = excluded.task_id, holder = excluded.holder,
+        next_task_id = CASE WHEN c.task_id = p_task_id THEN c.next_task_id END,
         claimed_at_ms = CASE WHEN c.task_id = p_task_id THEN c.claimed_at_ms ELSE syncguard_clock_ms() END,
         expires_at_ms = CASE
           WHEN c.task_id = p_task_id THEN greatest(c.expires_at_ms, syncguard_clock_ms() + p_ttl_ms)
@@ -623,6 +641,32 @@ BEGIN
 END
 $$;
 
+-- The task's work has begun (p_ttl_ms: the claim goes to the task that waits to run again, for so long) or is over: its
+-- claim ends. True if it was its own. A task that waited for somebody else's claim does so no longer.
+CREATE FUNCTION syncguard_end_claim(p_claim_key TEXT, p_task_id TEXT, p_ttl_ms BIGINT DEFAULT NULL) RETURNS BOOLEAN
+LANGUAGE plpgsql VOLATILE
+SET lock_timeout = '2s'
+SET search_path FROM CURRENT
+AS $$
+BEGIN
+  IF p_ttl_ms IS NOT NULL THEN
+    UPDATE syncguard_claims c
+    SET task_id = c.next_task_id, next_task_id = NULL, holder = NULL, claimed_at_ms = syncguard_clock_ms(),
+      expires_at_ms = syncguard_clock_ms() + p_ttl_ms
+    WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id AND c.next_task_id IS NOT NULL;
+    IF FOUND THEN
+      RETURN TRUE;
+    END IF;
+  END IF;
+  DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id;
+  IF FOUND THEN
+    RETURN TRUE;
+  END IF;
+  UPDATE syncguard_claims c SET next_task_id = NULL WHERE c.claim_key = p_claim_key AND c.next_task_id = p_task_id;
+  RETURN FALSE;
+END
+$$;
+
 -- Ends a claim, if the task still owns it.
 CREATE FUNCTION syncguard_unclaim(p_claim_key TEXT, p_task_id TEXT) RETURNS BOOLEAN
 LANGUAGE plpgsql VOLATILE
@@ -631,8 +675,7 @@ SET search_path FROM CURRENT
 AS $$
 BEGIN
   PERFORM set_config('synchronous_commit', 'off', TRUE);
-  DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id;
-  RETURN FOUND;
+  RETURN syncguard_end_claim(p_claim_key, p_task_id);
 END
 $$;
 
