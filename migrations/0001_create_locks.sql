@@ -74,11 +74,12 @@ CREATE TABLE syncguard_deaths (
 -- The server's clock in milliseconds since 1970. Never stale: it moves inside a transaction.
 CREATE FUNCTION syncguard_clock_ms() RETURNS BIGINT
 LANGUAGE sql VOLATILE
-AS $$ SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint $$;
+RETURN (extract(epoch FROM clock_timestamp()) * 1000)::bigint;
 
 -- A fence as it is stored and compared: 15 digits. A counter that has left the range is refused.
 CREATE FUNCTION syncguard_fence_text(p_fence BIGINT) RETURNS TEXT
 LANGUAGE plpgsql IMMUTABLE
+SET search_path FROM CURRENT
 AS $$
 BEGIN
   IF p_fence < 0 OR p_fence > 900000000000000 THEN
@@ -395,7 +396,7 @@ $$;
 -- How one attempt of a task is remembered among the completions.
 CREATE FUNCTION syncguard_attempt_key(p_task_id TEXT, p_attempt INTEGER) RETURNS TEXT
 LANGUAGE sql IMMUTABLE
-AS $$ SELECT 'attempt:' || p_task_id || ':' || p_attempt $$;
+RETURN 'attempt:' || p_task_id || ':' || p_attempt;
 
 -- Frees every lease of one process that is known to be dead, and counts the death for the tasks that it ran.
 -- Answers how many leases were freed. Also ends the claims that those leases' own acquires made, for messages that were
