@@ -91,22 +91,6 @@ BEGIN
 END
 $$;
 
--- Counts a lease that ended because its process died.
-CREATE FUNCTION syncguard_count_death(p_key TEXT, p_task_id TEXT, p_lock_id TEXT) RETURNS VOID
-LANGUAGE plpgsql VOLATILE
-SET lock_timeout = '2s'
-SET search_path FROM CURRENT
-AS $$
-DECLARE
-  v_now BIGINT := syncguard_clock_ms();
-BEGIN
-  INSERT INTO syncguard_deaths AS d (subject, deaths, last_at_ms, lock_id)
-  VALUES ('key:' || p_key, 1, v_now, p_lock_id), ('task:' || p_task_id, 1, v_now, p_lock_id)
-  ON CONFLICT (subject) DO UPDATE
-  SET deaths = d.deaths + 1, last_at_ms = excluded.last_at_ms, lock_id = excluded.lock_id;
-END
-$$;
-
 -- Takes the lock `p_key` for `p_ttl_ms`, in one round trip. The answer's `outcome`:
 --   granted  lock_id, fence, acquired_at_ms, expires_at_ms are the new lease's. Repeating a call with the same
 --            p_lock_id while that lease lives gives the same grant again.
@@ -439,6 +423,22 @@ $$;
 CREATE FUNCTION syncguard_attempt_key(p_task_id TEXT, p_attempt INTEGER) RETURNS TEXT
 LANGUAGE sql IMMUTABLE
 AS $$ SELECT 'attempt:' || p_task_id || ':' || p_attempt $$;
+
+-- Counts a lease that ended because its process died.
+CREATE FUNCTION syncguard_count_death(p_key TEXT, p_task_id TEXT, p_lock_id TEXT) RETURNS VOID
+LANGUAGE plpgsql VOLATILE
+SET lock_timeout = '2s'
+SET search_path FROM CURRENT
+AS $$
+DECLARE
+  v_now BIGINT := syncguard_clock_ms();
+BEGIN
+  INSERT INTO syncguard_deaths AS d (subject, deaths, last_at_ms, lock_id)
+  VALUES ('key:' || p_key, 1, v_now, p_lock_id), ('task:' || p_task_id, 1, v_now, p_lock_id)
+  ON CONFLICT (subject) DO UPDATE
+  SET deaths = d.deaths + 1, last_at_ms = excluded.last_at_ms, lock_id = excluded.lock_id;
+END
+$$;
 
 -- Frees the leases of one process that is known to be dead, and counts the deaths. `freed` is how many; `busy` how many
 -- others have, whose rows somebody has locked (the server still ends the dead process's statement): ask again soon.
