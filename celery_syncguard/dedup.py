@@ -27,8 +27,8 @@ from celery_syncguard import binding, signals
 from celery_syncguard.confirmer import UNCONFIRMED_TTL
 from celery_syncguard.errors import DuplicateTask, SyncGuardError
 from celery_syncguard.events import logger
-from celery_syncguard.key import public_key
-from celery_syncguard.message import HEADER, header_of
+from celery_syncguard.key import new_lock_id, public_key
+from celery_syncguard.message import HEADER, header_of, without_way
 from celery_syncguard.options import TaskOptions
 from celery_syncguard.process import default_holder
 from celery_syncguard.receipts import ask_for_receipts
@@ -68,7 +68,10 @@ def publish(
         DuplicateTask: the work is queued or running, and the caller wants an error or the message has a continuation.
         StoreUnavailable: the claim could not be asked for; nothing was sent.
     """
-    call["headers"] = {**(call.get("headers") or {}), HEADER: header}
+    again = "retries" in call  # only what is published again says which attempt it is
+    if not again:
+        _begin_call(header, call)
+    call["headers"] = {**without_way(call.get("headers"), again=again), HEADER: header}
     key = header.get("claim")
     if key is None:
         return send(**call)
@@ -109,6 +112,20 @@ def publish(
         # A body put this in its own place (`self.replace`), under its id and so under its claim.
         request.__dict__[RUN].claim_passed_on = key
     return _marked(result, duplicate=False, holder=None)
+
+
+def _begin_call(header: dict[str, Any], call: Mapping[str, Any]) -> None:
+    """A new publish is new work, also under an old task id. Not so what replaces a body, which goes on in its place; nor
+    beat's second send of one slot. Without an entry, the task id says which call it is.
+    """
+    header.pop("call", None)
+    request = current_task.request if current_task else None
+    if "replaced_task_nesting" in call and request is not None and request.id == call.get("task_id"):
+        before = header_of(request.headers).get("call")
+        if before is not None:
+            header["call"] = before
+    elif "syncguard_due_at" not in (call.get("headers") or {}):
+        header["call"] = new_lock_id()
 
 
 def _duplicate(

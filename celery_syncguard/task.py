@@ -23,7 +23,7 @@ from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, NoLease, S
 from celery_syncguard.events import logger
 from celery_syncguard.key import Fence
 from celery_syncguard.lease import Lease
-from celery_syncguard.message import HEADER, header_of
+from celery_syncguard.message import HEADER, header_of, queue_of
 from celery_syncguard.options import take_overrides
 from celery_syncguard.plan import Plan
 from celery_syncguard.run import RUN, Answered, Run, check_outer
@@ -182,9 +182,13 @@ class LockedTask(Task):  # type: ignore[misc]
     ) -> Any:
         """A retry with other arguments gets the keys of those, and keeps its claim if that is the same. Keys that were
         given for this call stay: a retry that lost them would run without the lock that its caller wanted. The same
-        serializer again, as another one may change the arguments.
+        serializer again, as another one may change the arguments. And the queue from which it came: without its name,
+        Celery's native delayed delivery takes the application's default queue.
         """
         request = self.request if request is None else request
+        if queue is None and not options.keys() & {"exchange", "routing_key"}:
+            came_from = queue_of(self.app, request.delivery_info)
+            queue = None if came_from is None else came_from.name
         if serializer := header_of(request.headers).get("serializer"):
             options.setdefault("serializer", serializer)
         changed = (args is not None and list(args) != list(request.args or ())) or (
