@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from kombu import serialization
+from kombu.exceptions import KombuError
 from kombu.utils.json import dumps as json_dumps
 
 from celery_syncguard.config import DEFAULT_TTL, suggest
@@ -188,6 +189,25 @@ def portable(overrides: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+#: Types that every serializer hands on as they are.
+_UNCHANGED = frozenset({str, int, float, bool, type(None)})
+
+
+def as_sent(args: Sequence[Any], kwargs: Mapping[str, Any], serializer: str) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The arguments as a worker gets them from this serializer: so the first attempt, a retry of it and a message that was
+    sent by name have one form of them, and one key.
+    """
+    if serializer == "pickle" or all(type(one) in _UNCHANGED for one in (*args, *kwargs.values())):
+        return args, kwargs
+    try:
+        content_type, encoding, data = serialization.dumps((args, kwargs), serializer)  # type: ignore[no-untyped-call]
+        args, kwargs = serialization.loads(data, content_type, encoding, accept=[content_type])  # type: ignore[no-untyped-call]
+    except KombuError:
+        # What is wrong with them is for the publish to say. An eager call sends nothing.
+        return args, kwargs
+    return tuple(args), kwargs
+
+
 class _KeyFormatter(string.Formatter):
     """Formats arguments as they look after a serializer, so that all forms of a value make one key."""
 
@@ -283,7 +303,13 @@ class Template:
         except (LookupError, AttributeError, TypeError, ValueError) as exc:
             if isinstance(exc, InvalidKey):
                 raise
-            raise InvalidKey(f"{self._what} {self._text!r} cannot be made from these arguments: {exc!r}") from exc
+            why = repr(exc)
+            if isinstance(exc, KeyError) and args and self._parameters.hides_names:
+                why = (
+                    f"{exc} was not given by its name, and the task's function, perhaps a decorator's, takes *args: give it as a "
+                    f"keyword argument, or make {self._what} a callable"
+                )
+            raise InvalidKey(f"{self._what} {self._text!r} cannot be made from these arguments: {why}") from exc
 
     def _format(self, named: Mapping[str, Any]) -> str:
         if self._parts is None:
@@ -296,13 +322,15 @@ class Template:
 class Parameters:
     """The parameters of a task, which give arguments their names."""
 
-    __slots__ = ("_defaults", "_names", "_ordinary", "signature")
+    __slots__ = ("_defaults", "_names", "_ordinary", "hides_names", "signature")
 
     def __init__(self, signature: inspect.Signature) -> None:
         self.signature = signature
         parameters = signature.parameters.values()
         self._ordinary = all(one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters)
         self._names = tuple(signature.parameters)
+        #: Whether positional arguments have no names.
+        self.hides_names = any(one.kind is one.VAR_POSITIONAL for one in parameters)
         self._defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

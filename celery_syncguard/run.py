@@ -118,7 +118,7 @@ class Run:
                 header[entry] = public_key(header[entry], what=f"{entry} in the header of a message")
             else:
                 header.pop(entry, None)
-        options = task.plan().complete(task, header, args, kwargs, {})
+        options = task.plan().complete(task, header, args, kwargs, {}, serializer=header.get("serializer"))
         return cls(task, request, header, options)
 
     @classmethod
