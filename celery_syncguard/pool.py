@@ -99,7 +99,7 @@ class Pool:
         if cause is None and max(self.lent_at, self.returned_at) < clock.now() - self._timeout - LOCK_TIMEOUT - 1.0:
             self._replace(pool)
         if cause is not None:
-            detail = str(cause).strip()
+            detail = " ".join(str(cause).split())
         else:
             detail = "the server does not answer" if self._connecting else "all connections of this process are in use"
         raise StoreUnavailable(f"no connection to PostgreSQL within {self._timeout:g} s: {detail}") from failure

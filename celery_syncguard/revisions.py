@@ -94,7 +94,8 @@ def next_revision(conn: Any, owner_id: UUID | str) -> int:
     """Allocate the owner's next revision, for the row that this transaction writes.
 
     Other writers of the same owner wait until the transaction ends; those of other owners do not. For several owners
-    in one transaction use `next_revisions`: two transactions that take two owners in opposite order deadlock.
+    in one transaction use `next_revisions`: two transactions that take two owners in opposite order deadlock. A rollback to
+    a savepoint returns the numbers allocated in it: allocate again for a row that is written after that.
 
     Args:
         conn: the caller's connection (`caller.caller` says which).
@@ -179,7 +180,8 @@ def current_revision(conn: Any, owner_id: UUID | str) -> int | None:
 def current_revision_for_update(conn: Any, owner_id: UUID | str) -> int | None:
     """Return the owner's newest revision and let nobody allocate another before this transaction ends.
 
-    For a write that depends on a read. `None`, and no lock, for an owner without a counter. Pulls do not wait for it.
+    For a write that depends on a read. `None`, and no lock, for an owner without a counter. Pulls do not wait for it. A
+    rollback to a savepoint ends a lock that was taken inside it.
 
     Args:
         conn: the caller's connection (`caller.caller` says which).
@@ -196,19 +198,24 @@ def current_revision_for_update(conn: Any, owner_id: UUID | str) -> int | None:
     return int(rows[0][0]) if rows else None
 
 
-def guard_pull(conn: Any, owner_id: UUID | str, cursor: int) -> int:
+def guard_pull(conn: Any, owner_id: UUID | str, cursor: int, *, bound: int | None = None) -> int:
     """Make sure that the rows after `cursor` tell everything, and return the cursor for after this pull.
 
     Call it first in the transaction that pulls, then read every synced table with
     `where owner_id = … and revision > cursor and revision <= bound`, where `bound` is what this returned: several
     tables, read by several statements, so agree with each other. Until the transaction ends no purge removes anything
-    of this owner; writers are not held up. The transaction may be read only, but not on a replica: the primary's purge
+    of this owner, unless by a rollback to a savepoint in which this was called; writers are not held up. The transaction may be read only, but not on a replica: the primary's purge
     does not see its lock.
+
+    A pull in pages, each in a transaction of its own, keeps its cursor and its bound from the first page to the last, and
+    goes on behind the last row that it has read, by `(revision, id)`: see docs/revisions.md.
 
     Args:
         conn: the caller's connection (`caller.caller` says which).
         owner_id: a UUID or the text of one.
-        cursor: the bound of the reader's last pull; 0 for everything, which is always served.
+        cursor: the bound of the reader's last whole pull; 0 for everything, which is always served. Never the revision of
+            a page's last row.
+        bound: for the second page and later ones, what the first one returned; it is returned again.
 
     Raises:
         ResyncRequired: deletions after the cursor have been purged, or the cursor is from a future that this database
@@ -218,6 +225,8 @@ def guard_pull(conn: Any, owner_id: UUID | str, cursor: int) -> int:
     """
     if isinstance(cursor, bool) or not isinstance(cursor, int) or cursor < 0:  # type: ignore[redundant-expr]
         raise ValueError(f"a cursor is an int >= 0, not {cursor!r}")
+    if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int) or bound < cursor):  # type: ignore[redundant-expr]
+        raise ValueError(f"a bound is what the first page returned, an int >= its cursor {cursor}, not {bound!r}")
     owner = _owner(owner_id)
     session = _within(conn, "guard_pull")
     # Two statements: the lock may wait for a purge to commit, and only a statement begun after that sees its horizon.
@@ -234,16 +243,17 @@ def guard_pull(conn: Any, owner_id: UUID | str, cursor: int) -> int:
     if not rows:
         raise _unknown([owner])
     current, horizon = (int(value) for value in rows[0])
-    if cursor > current or 0 < cursor < horizon:
-        reason = f"is above the newest revision {current}" if cursor > current else f"is below the horizon {horizon}"
+    newest = cursor if bound is None else bound
+    if newest > current or 0 < cursor < horizon:
+        reason = f"is above the newest revision {current}" if newest > current else f"is below the horizon {horizon}"
         raise ResyncRequired(
-            f"cursor {cursor} of owner {owner} {reason}: start again from cursor 0",
+            f"{'cursor' if newest == cursor else f'bound {bound} of cursor'} {cursor} of owner {owner} {reason}: start again from cursor 0",
             owner_id=owner,
             cursor=cursor,
             horizon=horizon,
             current=current,
         )
-    return current
+    return current if bound is None else bound
 
 
 def purge_tombstones(
@@ -257,7 +267,8 @@ def purge_tombstones(
 
     Args:
         conn: the caller's connection (`caller.caller` says which).
-        table: the name of a table with the columns id, owner_id, deleted_at and revision, or (schema, name). Quoted.
+        table: the name of a table with the columns id, owner_id, deleted_at and revision, or (schema, name). Quoted. Its
+            primary key is id, or (owner_id, id) where rows move between owners.
         older_than: seconds (or a timedelta) since `deleted_at`, by the database's clock.
         limit: rows in one batch.
 
@@ -291,7 +302,7 @@ with cutoff as materialized (
     select clock_timestamp() - make_interval(secs => %s) as deleted_before
 ),
 candidates as materialized (
-    select oldest.id
+    select oldest.id, oldest.owner_id
     from (
         select tombstones.id, tombstones.owner_id
         from {table} as tombstones
@@ -304,16 +315,16 @@ candidates as materialized (
     limit %s
 ),
 locked as materialized (
-    select tombstones.id
+    select tombstones.id, tombstones.owner_id
     from {table} as tombstones
-    join candidates on candidates.id = tombstones.id
+    join candidates on candidates.id = tombstones.id and candidates.owner_id = tombstones.owner_id
     where tombstones.deleted_at < (select cutoff.deleted_before from cutoff)
     for update of tombstones skip locked
 ),
 purged as (
     delete from {table} as tombstones
     using locked
-    where tombstones.id = locked.id
+    where tombstones.id = locked.id and tombstones.owner_id = locked.owner_id
     returning tombstones.owner_id, tombstones.revision
 ),
 batches as (

@@ -122,11 +122,11 @@ class Release:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LockRow:
-    """A live lease as anybody sees it."""
+    """A live lease as anybody sees it. A `fence` that some other client wrote, and that is no number, is its text."""
 
     key: str
     lock_id: str
-    fence: int
+    fence: int | str
     acquired_at: datetime
     expires_at: datetime
     since: float
