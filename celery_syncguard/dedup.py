@@ -36,7 +36,7 @@ from celery_syncguard.run import RUN
 from celery_syncguard.skipped import SKIPPED, Skipped, marker_for
 from celery_syncguard.store import Claim
 
-__all__ = ["begun", "publish", "send_task"]
+__all__ = ["begun", "follows", "publish", "send_task"]
 
 #: The shortest life of a claim in seconds, however soon its message expires.
 _SHORTEST = 1.0
@@ -163,13 +163,30 @@ def _waiting(call: Mapping[str, Any]) -> tuple[bool, bool]:
 
 def begun(call: Mapping[str, Any]) -> bool:
     """Whether a worker sends this on behalf of a task that has begun, not the body of that task because it wants to."""
+    if follows(call):
+        return True
     request = current_task.request if current_task else None
     if request is None or request.called_directly:
         return False
-    if current_task.name == "celery.chord_unlock":
-        return True
+    return current_task.name == "celery.chord_unlock" or request.id in (call.get("task_id"), call.get("parent_id"))
+
+
+def follows(call: Mapping[str, Any]) -> bool:
+    """Whether Celery itself sends this because a task has ended: a callback, an errback, the next step of a chain, the body of
+    a chord. Its parent's or root's id is given then. What a body sends gets those later.
+    """
+    request = current_task.request if current_task else None
+    if request is None:
+        # The main process of a worker, for a task whose process died.
+        return call.get("parent_id") is not None
+    if request.called_directly or RUN in request.__dict__ or call.get("task_id") == request.id:
+        return False
     body = ((request.chord or {}).get("options") or {}).get("task_id")
-    return call.get("parent_id") == request.id or call.get("task_id") in (request.id, body)
+    return bool(
+        call.get("parent_id") == request.id
+        or call.get("root_id", ...) == (request.root_id or request.id)
+        or (body is not None and call.get("task_id") == body)
+    )
 
 
 def _life(app: Any, task: Any, call: Mapping[str, Any], ttl: float) -> float:

@@ -113,7 +113,10 @@ class Plan:
             if template is None or getattr(self.options, name) != source:
                 template = Template(source, self._parameters, what=name)
             return template.render(args, kwargs)
-        key = source(task, args, kwargs)
+        try:
+            key = source(task, args, kwargs)
+        except Exception as exc:
+            raise InvalidKey(f"{task.name}: the {name} callable raised {exc!r}") from exc
         if not isinstance(key, str):
             raise InvalidKey(f"{task.name}: the {name} callable answered with {type(key).__name__}, not with text")
         return public_key(key, what=name)

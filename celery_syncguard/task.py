@@ -9,10 +9,13 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from celery import Task, current_task
+from celery.app.task import Context
 from celery.result import EagerResult
 from celery.signals import task_postrun
 from celery.states import SUCCESS
+from celery.utils import uuid
 from celery.utils.imports import symbol_by_name
+from kombu.exceptions import EncodeError, OperationalError
 
 from celery_syncguard import binding, dedup, gate
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, NoLease, TooManyDeaths
@@ -22,8 +25,9 @@ from celery_syncguard.lease import Lease
 from celery_syncguard.message import HEADER, header_of
 from celery_syncguard.options import take_overrides
 from celery_syncguard.plan import Plan
+from celery_syncguard.receipts import is_refusal
 from celery_syncguard.run import RUN, Answered, Run, check_outer
-from celery_syncguard.skipped import SKIPPED
+from celery_syncguard.skipped import SKIPPED, wants_result
 
 __all__ = ["LockedTask"]
 
@@ -119,7 +123,30 @@ class LockedTask(Task):  # type: ignore[misc]
         Raises:
             ImproperlyConfigured, InvalidKey: before anything is sent.
             DuplicateTask, StoreUnavailable: with a dedup key; see `dedup.publish`.
+
+        What Celery itself sends for a task that has ended raises nothing but for trouble with the broker: it is this task that
+        fails then, and not the one that has ended.
         """
+        try:
+            return self._publish(args, kwargs, task_id, producer, link, link_error, shadow, **options)
+        except Exception as exc:
+            call = dict(options, task_id=task_id)
+            is_trouble = isinstance(exc, (OperationalError, EncodeError)) and not is_refusal(exc)
+            if is_trouble or not dedup.follows(call):
+                raise
+            return self._fail_unsent(exc, args, kwargs, link_error, call)
+
+    def _publish(  # noqa: PLR0917 - as `apply_async`
+        self,
+        args: Any,
+        kwargs: Any,
+        task_id: str | None,
+        producer: Any,
+        link: Any,
+        link_error: Any,
+        shadow: str | None,
+        **options: Any,
+    ) -> Any:
         overrides = take_overrides(options)
         plan = self.plan()
         header = header_of(options.get("headers"))
@@ -133,9 +160,9 @@ class LockedTask(Task):  # type: ignore[misc]
                 self, header, tuple(args or ()), dict(kwargs or {}), overrides, serializer=options.get("serializer")
             )
         except InvalidKey:
-            if not dedup.begun(call):
+            if dedup.follows(call) or not dedup.begun(call):
                 raise
-            # The parent has ended well: it is this task that fails, in the worker that gets it.
+            # A retry by autoretry of what could not make its key.
             task_options = plan.options
 
         def send(**call: Any) -> Any:
@@ -152,6 +179,41 @@ class LockedTask(Task):  # type: ignore[misc]
         if request is not None and request.id == task_id and (run := request.__dict__.get(RUN)) is not None:
             # The body's own next attempt, or what it put in its own place (`self.replace`).
             run.key_passed_on = run.key_passed_on or header.get("key") == run.lock_key
+        return result
+
+    def _fail_unsent(self, exc: Exception, args: Any, kwargs: Any, link_error: Any, call: dict[str, Any]) -> Any:
+        """End this task, which could not be published after its parent, as a failure of its own, with all that waits for it."""
+        task_id = call["task_id"] or uuid()
+        logger.error(
+            "%s[%s] cannot be sent after %s, so it fails: %s",
+            self.name,
+            task_id,
+            call.get("parent_id"),
+            str(exc) or repr(exc),
+        )
+        request = Context(
+            id=task_id,
+            task=self.name,
+            args=args,
+            kwargs=kwargs,
+            chain=call.get("chain"),
+            chord=call.get("chord"),
+            group=call.get("group_id"),
+            group_index=call.get("group_index"),
+            errbacks=[link_error] if isinstance(link_error, dict) else link_error,
+            root_id=call.get("root_id"),
+            parent_id=call.get("parent_id"),
+            ignore_result=call.get("ignore_result"),
+            delivery_info={},
+        )
+        try:
+            self.backend.mark_as_failure(task_id, exc, request=request, store_result=wants_result(self, request))
+        except Exception:  # noqa: BLE001 - whatever a result backend raises: the parent has ended well
+            logger.exception("the failure of %s[%s] could not be stored", self.name, task_id)
+        result = (call.get("result_cls") or self.AsyncResult)(task_id)
+        if call.get("add_to_parent", True) and current_task:
+            current_task.add_trail(result)
+        result.duplicate, result.holder = False, None
         return result
 
     def apply(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
