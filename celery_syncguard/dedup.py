@@ -7,7 +7,8 @@ publishing raises. Whoever gets the claim publishes; everybody else gets the id 
 
 What if somebody waits for the duplicate itself, under its own id? That depends on what is still to be sent:
 
-  * a head with a continuation (chain, link): refused with `DuplicateTask` before anything is sent, as its tail would be lost;
+  * a head with a continuation (chain, link): refused with `DuplicateTask` before anything is sent, as its tail would be lost
+    (sent by a beat: logged, as it has nobody who would catch that);
   * a member of a group: not sent; its own result says SKIPPED and by whom, so that the group's result comes to an end;
   * a member of a chord, or what a worker sends for a task that has begun (a retry, a callback, the next step of a chain, the
     body of a chord): sent without a claim, with a warning, as an exception there would break what has been done.
@@ -27,7 +28,7 @@ from celery_syncguard import binding, signals
 from celery_syncguard.confirmer import UNCONFIRMED_TTL
 from celery_syncguard.errors import DuplicateTask, SyncGuardError
 from celery_syncguard.events import logger
-from celery_syncguard.key import public_key
+from celery_syncguard.key import task_key
 from celery_syncguard.message import HEADER, header_of
 from celery_syncguard.options import TaskOptions
 from celery_syncguard.process import default_holder
@@ -138,7 +139,8 @@ def _duplicate(
         logger.info("%s; as a member of a group it ends as SKIPPED", error)
         skipped = Skipped(key=claim.key, holder=claim.holder, task_id=claim.task_id, since=round(claim.age, 3))
         app.backend.store_result(call["task_id"], marker_for(app.backend, skipped), SKIPPED)
-    elif continued or options.dedup_on_duplicate == "raise":
+    elif (continued or options.dedup_on_duplicate == "raise") and not call["headers"].get("celery_beat_task"):
+        # A beat has nobody who would catch it: that a slot's work is under way already is an everyday outcome there.
         raise error
     else:
         logger.info("%s", error)
@@ -251,7 +253,7 @@ def send_task(
         ("run", run_once, "run_once"),
     ):
         if key is not None:
-            header[entry] = public_key(key, what=what)
+            header[entry] = task_key(key, what=what)
             header["given"] = [*header.get("given", ()), entry]
 
     def send(**call: Any) -> Any:

@@ -24,7 +24,7 @@ from kombu.utils.json import dumps as json_dumps
 
 from celery_syncguard.config import DEFAULT_TTL, suggest
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey
-from celery_syncguard.key import public_key
+from celery_syncguard.key import task_key
 from celery_syncguard.lease import seconds, ttl_seconds
 
 __all__ = ["OPTIONS", "KeySource", "Parameters", "TaskOptions", "Template"]
@@ -143,8 +143,9 @@ class TaskOptions:
                 )
             given["lock_key"] = None
         options = cls().checked(given, owner=task.__name__)
-        if options.lock_min_hold and not options.lock_key:
-            raise ImproperlyConfigured(f"{task.__name__}: lock_min_hold needs a lock_key")
+        for contradicts, sentence in _CONTRADICTIONS:
+            if contradicts(options):
+                raise ImproperlyConfigured(f"{task.__name__}: {sentence}")
         return options
 
     def replace(self, overrides: Mapping[str, Any]) -> TaskOptions:
@@ -164,6 +165,30 @@ class TaskOptions:
                 raise ImproperlyConfigured(f"{owner}: unknown option {name}{suggest(name, OPTIONS)}")
             values[name] = check(value, f"{owner}: {name}")
         return dataclasses.replace(self, **values)
+
+
+#: What cannot be meant together, and what to do. docs/dedup.md lists them.
+_CONTRADICTIONS: tuple[tuple[Callable[[TaskOptions], bool], str], ...] = (
+    (lambda options: bool(options.lock_min_hold and not options.lock_key), "lock_min_hold needs a lock_key"),
+    (
+        lambda options: bool(
+            options.dedup_key and options.dedup_until == "start" and options.lock_key and options.lock_on_held == "skip"
+        ),
+        (
+            'dedup_until="start" with lock_on_held="skip" would skip the very run that is to see what changed after the start of '
+            'the one before: use lock_on_held="retry", or dedup_until="done"'
+        ),
+    ),
+    (
+        lambda options: bool(
+            options.dedup_key and options.dedup_until == "start" and options.run_once not in (False, True)
+        ),
+        (
+            'dedup_until="start" with a key for run_once would answer the run that is to see what changed with the result of the '
+            'one before: use run_once=True, or dedup_until="done"'
+        ),
+    ),
+)
 
 
 def take_overrides(options: dict[str, Any]) -> dict[str, Any]:
@@ -297,9 +322,9 @@ class Template:
             InvalidKey: the arguments do not fit the signature, or lack what the template names.
         """
         if not self._names:
-            return public_key(self._format({}), what=self._what)
+            return task_key(self._format({}), what=self._what)
         try:
-            return public_key(self._format(self._parameters.bind(args, kwargs)), what=self._what)
+            return task_key(self._format(self._parameters.bind(args, kwargs)), what=self._what)
         except (LookupError, AttributeError, TypeError, ValueError) as exc:
             if isinstance(exc, InvalidKey):
                 raise
@@ -372,4 +397,5 @@ def arguments_key(name: str, serializer: str, arguments: Mapping[str, Any]) -> s
         ) from exc
     digest = hashlib.sha256(canonical.encode()).hexdigest()[:32]
     # The label is for people and may be cut; the hash carries the difference.
-    return public_key(f"{name[:200]}:{digest}", what="dedup_key")
+    label = name.encode(errors="replace")[:200].decode(errors="ignore")
+    return task_key(f"{label}:{digest}", what="dedup_key")

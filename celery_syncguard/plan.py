@@ -12,7 +12,7 @@ from typing import Any
 from celery_syncguard.body import signature_of
 from celery_syncguard.config import DEFAULT_TTL
 from celery_syncguard.errors import InvalidKey
-from celery_syncguard.key import public_key
+from celery_syncguard.key import task_key
 from celery_syncguard.message import carried_options
 from celery_syncguard.options import Parameters, TaskOptions, Template, arguments_key, as_sent, portable
 
@@ -119,4 +119,4 @@ class Plan:
             raise InvalidKey(f"{task.name}: the {name} callable raised {exc!r}") from exc
         if not isinstance(key, str):
             raise InvalidKey(f"{task.name}: the {name} callable answered with {type(key).__name__}, not with text")
-        return public_key(key, what=name)
+        return task_key(key, what=name)
