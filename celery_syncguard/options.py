@@ -146,6 +146,11 @@ class TaskOptions:
         for contradicts, sentence in _CONTRADICTIONS:
             if contradicts(options):
                 raise ImproperlyConfigured(f"{task.__name__}: {sentence}")
+        if "lock_max_deaths" in given and not options.lock_key and not options.run_once:
+            raise ImproperlyConfigured(
+                f"{task.__name__}: lock_max_deaths needs a lock_key or run_once, as deaths are counted by the lock that the "
+                f"process held"
+            )
         return options
 
     def replace(self, overrides: Mapping[str, Any]) -> TaskOptions:

@@ -326,6 +326,8 @@ def test_arguments_that_do_not_make_a_key_are_refused_before_anything_is_sent(ap
             {"run_once": "f", "dedup_key": "f", "dedup_until": "start"},
             "would answer the run that is to see what changed.*: use",
         ),
+        ({"lock_key": None, "lock_max_deaths": 3}, "lock_max_deaths needs a lock_key or run_once"),
+        ({"dedup_key": "f", "lock_max_deaths": 3}, "lock_max_deaths needs a lock_key or run_once"),
         ({"lock_key": "f", "dedup_until": "later"}, "dedup_until is one of"),
         ({"lock_key": "f", "run_once_ttl": 0}, "run_once_ttl"),
     ],
