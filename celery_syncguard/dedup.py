@@ -7,7 +7,8 @@ publishing raises. Whoever gets the claim publishes; everybody else gets the id 
 
 What if somebody waits for the duplicate itself, under its own id? That depends on what is still to be sent:
 
-  * a head with a continuation (chain, link): refused with `DuplicateTask` before anything is sent, as its tail would be lost;
+  * a head with a continuation (chain, link): refused with `DuplicateTask` before anything is sent, as its tail would be lost
+    (sent by a beat: logged, as it has nobody who would catch that);
   * a member of a group: not sent; its own result says SKIPPED and by whom, so that the group's result comes to an end;
   * a member of a chord, or what a worker sends for a task that has begun (a retry, a callback, the next step of a chain, the
     body of a chord): sent without a claim, with a warning, as an exception there would break what has been done.
@@ -27,7 +28,7 @@ from celery_syncguard import binding, signals
 from celery_syncguard.confirmer import UNCONFIRMED_TTL
 from celery_syncguard.errors import DuplicateTask, SyncGuardError
 from celery_syncguard.events import logger
-from celery_syncguard.key import new_lock_id, public_key
+from celery_syncguard.key import new_lock_id, task_key
 from celery_syncguard.message import HEADER, header_of, without_way
 from celery_syncguard.options import TaskOptions
 from celery_syncguard.process import default_holder
@@ -36,7 +37,7 @@ from celery_syncguard.run import RUN
 from celery_syncguard.skipped import SKIPPED, Skipped, marker_for
 from celery_syncguard.store import Claim
 
-__all__ = ["begun", "publish", "send_task"]
+__all__ = ["begun", "follows", "publish", "send_task"]
 
 #: The shortest life of a claim in seconds, however soon its message expires.
 _SHORTEST = 1.0
@@ -155,7 +156,8 @@ def _duplicate(
         logger.info("%s; as a member of a group it ends as SKIPPED", error)
         skipped = Skipped(key=claim.key, holder=claim.holder, task_id=claim.task_id, since=round(claim.age, 3))
         app.backend.store_result(call["task_id"], marker_for(app.backend, skipped), SKIPPED)
-    elif continued or options.dedup_on_duplicate == "raise":
+    elif (continued or options.dedup_on_duplicate == "raise") and not call["headers"].get("celery_beat_task"):
+        # A beat has nobody who would catch it: that a slot's work is under way already is an everyday outcome there.
         raise error
     else:
         logger.info("%s", error)
@@ -180,13 +182,30 @@ def _waiting(call: Mapping[str, Any]) -> tuple[bool, bool]:
 
 def begun(call: Mapping[str, Any]) -> bool:
     """Whether a worker sends this on behalf of a task that has begun, not the body of that task because it wants to."""
+    if follows(call):
+        return True
     request = current_task.request if current_task else None
     if request is None or request.called_directly:
         return False
-    if current_task.name == "celery.chord_unlock":
-        return True
+    return current_task.name == "celery.chord_unlock" or request.id in (call.get("task_id"), call.get("parent_id"))
+
+
+def follows(call: Mapping[str, Any]) -> bool:
+    """Whether Celery itself sends this because a task has ended: a callback, an errback, the next step of a chain, the body of
+    a chord. Its parent's or root's id is given then. What a body sends gets those later.
+    """
+    request = current_task.request if current_task else None
+    if request is None:
+        # The main process of a worker, for a task whose process died.
+        return call.get("parent_id") is not None
+    if request.called_directly or RUN in request.__dict__ or call.get("task_id") == request.id:
+        return False
     body = ((request.chord or {}).get("options") or {}).get("task_id")
-    return call.get("parent_id") == request.id or call.get("task_id") in (request.id, body)
+    return bool(
+        call.get("parent_id") == request.id
+        or call.get("root_id", ...) == (request.root_id or request.id)
+        or (body is not None and call.get("task_id") == body)
+    )
 
 
 def _life(app: Any, task: Any, call: Mapping[str, Any], ttl: float) -> float:
@@ -251,7 +270,7 @@ def send_task(
         ("run", run_once, "run_once"),
     ):
         if key is not None:
-            header[entry] = public_key(key, what=what)
+            header[entry] = task_key(key, what=what)
             header["given"] = [*header.get("given", ()), entry]
 
     def send(**call: Any) -> Any:

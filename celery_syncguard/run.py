@@ -29,7 +29,7 @@ from celery_syncguard.errors import LeaseLost, LockHeld, SchemaBehind, StoreUnav
 from celery_syncguard.events import logger
 from celery_syncguard.guard import lock_held
 from celery_syncguard.interrupt import Interrupt, interrupt_for
-from celery_syncguard.key import MAX_KEY_BYTES, RESERVED_PREFIX, new_lock_id, public_key
+from celery_syncguard.key import RESERVED_PREFIX, new_lock_id, public_key, shortened
 from celery_syncguard.lease import Lease
 from celery_syncguard.message import HEADER, carried_options, claim_of, header_of, is_broadcast
 from celery_syncguard.options import TaskOptions
@@ -122,7 +122,9 @@ class Run:
                 header[entry] = public_key(header[entry], what=f"{entry} in the header of a message")
             else:
                 header.pop(entry, None)
-        options = task.plan().complete(task, header, args, kwargs, {})
+        serializer = header.get("serializer")
+        serializer = serializer if isinstance(serializer, str) else None
+        options = task.plan().complete(task, header, args, kwargs, {}, serializer=serializer)
         return cls(task, request, header, options)
 
     @classmethod
@@ -163,9 +165,7 @@ class Run:
         """The lock's key. A task with run_once alone is locked by that key: it must not run beside itself."""
         key: str | None = self.header.get("key")
         if key is None and self.run_key is not None:
-            key = RESERVED_PREFIX + "run:" + self.run_key
-            if len(key.encode()) > MAX_KEY_BYTES:
-                key = key.encode()[:MAX_KEY_BYTES].decode(errors="ignore")
+            key = shortened(RESERVED_PREFIX + "run:" + self.run_key)
         return key
 
     @property
