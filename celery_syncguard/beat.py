@@ -15,6 +15,7 @@ Not here: how the leader's schedule sends a slot (`sending`), the state (`slots`
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -71,11 +72,12 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         self._slots: Slots | None = None
         self._inner: Any = None
         self._term: Lease | None = None
-        self._next_tick = self._next_report = self._next_prune = 0.0
+        self._next_tick = self._next_report = self._next_prune = self._next_flush = 0.0
         self._failures = 0
         self._complained = False
         self._busy = False  # a signal handler that runs now interrupts the schedule
         self._ticked_at = 0.0
+        self._told_late = False
         self._closed = False
 
     @property
@@ -142,6 +144,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
             self._write_last()
             if self._leadership is not None:
                 self._leadership.stop()
+            self._tell_late()
             # Last, since a broker that hangs may take its time over a connection that is to be closed.
             self._retire()
         finally:
@@ -154,6 +157,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         if self._term is not None and self._term is not lease:
             self._retire()
         if lease is None:
+            self._write_late()
             return _TURN
         try:
             if self._term is None:
@@ -228,6 +232,26 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
             lambda: slots.seen(int(lease.fence), failure=inner.failure, sent=inner.news(), ended=True),
             "could not record the end of its term",
         )
+
+    def _write_late(self) -> None:
+        """As a standby too: what was sent and could not be recorded. While leading, every statement does that first."""
+        now = clock.now()
+        if self._slots is None or now < self._next_flush or not self._slots.unrecorded():
+            return
+        self._next_flush = now + 1.0
+        with contextlib.suppress(SyncGuardError):
+            self._slots.flush()
+
+    def _tell_late(self) -> None:
+        late = [] if self._slots is None or self._told_late else self._slots.unrecorded()
+        if late:
+            self._told_late = True
+            logger.warning(
+                "this beat ends and could not record what became of %d slot(s); the next leader sends them once more, with "
+                "the same task ids: %s",
+                len(late),
+                ", ".join(f"{slot.entry!r} at {slot.due_at.isoformat()}" for slot in late[:10]),
+            )
 
     def _retire(self) -> None:
         """Drop the schedule of a term that is over."""

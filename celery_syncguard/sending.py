@@ -257,6 +257,7 @@ class _SlotSending:
         for name, instants in list(self._unsent.items()) if first else ():
             # Claimed by an earlier leader for an entry that this one does not have.
             for due_at in instants:
+                self.moved_at = clock.now()
                 logger.warning("the slot of %r at %s was not sent, and the schedule lacks that entry now", name, due_at)
                 self._slots.drop(Slot(name, due_at), term=int(self._lease.fence))
             del self._unsent[name]

@@ -155,6 +155,9 @@ class Slots(Protocol):
     def flush(self) -> None:
         """Tell the store what it has not heard of yet. Raises StoreUnavailable."""
 
+    def unrecorded(self) -> list[Slot]:
+        """Of which slots the store has not heard yet what became of them."""
+
     def seen(self, term: int, *, failure: str | None, sent: bool, ended: bool = False) -> datetime:
         """A sign of life of the leader. Answers with the store's clock."""
 
@@ -193,8 +196,9 @@ class PostgresSlots:
         self._late: list[tuple[Slot, int, bool]] = []
 
     def _rows(self, call: str, parameters: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        # In binary: the text of an instant depends on the role's DateStyle and TimeZone.
         query = f"SELECT * FROM {self._prefix}{call}".encode()
-        return self._store.run(lambda conn: conn.execute(query, parameters).fetchall())
+        return self._store.run(lambda conn: conn.execute(query, parameters, binary=True).fetchall())
 
     def enter(self, lease: Lease, schedules: Mapping[str, str]) -> Entered | None:
         self.flush()
@@ -238,8 +242,12 @@ class PostgresSlots:
         return Claimed(outcome=outcome, now=_utc(now_at))
 
     def unsent(self) -> list[Slot]:
-        rows = self._rows("syncguard_beat_unsent(%s)", (self._key,))
-        return [Slot(entry, _utc(due_at)) for entry, due_at, _ in rows]
+        found: list[Slot] = []
+        page = self._rows("syncguard_beat_unsent(%s)", (self._key,))
+        while page:
+            found += [Slot(entry, _utc(due_at)) for entry, due_at, _ in page]
+            page = self._rows("syncguard_beat_unsent(%s, %s, %s)", (self._key, found[-1].due_at, found[-1].entry))
+        return found
 
     def sent(self, slot: Slot, *, term: int) -> None:
         self._mark(slot, term, dropped=False)
@@ -252,10 +260,14 @@ class PostgresSlots:
         try:
             self.flush()
         except StoreUnavailable as exc:
-            # It was sent, and this process knows it; only a next leader would send the copy, under the same id.
+            # This process knows it; only a next leader would send the copy, under the same id.
+            what = "given up" if dropped else "sent"
             logger.warning(
-                "cannot record that the slot of %r at %s was sent, will do so: %s", slot.entry, slot.due_at, exc
+                "cannot record that the slot of %r at %s was %s, will do so: %s", slot.entry, slot.due_at, what, exc
             )
+
+    def unrecorded(self) -> list[Slot]:
+        return [slot for slot, _, _ in self._late]
 
     def flush(self) -> None:
         while self._late:
@@ -264,6 +276,7 @@ class PostgresSlots:
             self._late.pop(0)
 
     def seen(self, term: int, *, failure: str | None, sent: bool, ended: bool = False) -> datetime:
+        self.flush()
         rows = self._rows("syncguard_beat_seen(%s, %s, %s, %s, %s)", (self._key, term, failure, sent, ended))
         return _utc(rows[0][0])
 
@@ -279,7 +292,7 @@ class PostgresSlots:
             "SELECT e.entry, e.schedule, e.runs, e.last_due_at, e.since_at, e.next_due_at, e.removed_at "
             f"FROM {self._prefix}syncguard_beat_entries e WHERE e.leader_key = %s ORDER BY e.entry"
         ).encode()
-        rows = self._store.run(lambda conn: conn.execute(query, (self._key,)).fetchall())
+        rows = self._store.run(lambda conn: conn.execute(query, (self._key,), binary=True).fetchall())
         return [
             _state(name, EntryRow(schedule, _utc(last), _utc(since), runs), _maybe_utc(following), _maybe_utc(removed))
             for name, schedule, runs, last, since, following, removed in rows
@@ -403,6 +416,9 @@ class MemorySlots:
 
     def flush(self) -> None:
         """Nothing is ever late here."""
+
+    def unrecorded(self) -> list[Slot]:
+        return []
 
     def seen(self, term: int, *, failure: str | None, sent: bool, ended: bool = False) -> datetime:
         with self._mutex:

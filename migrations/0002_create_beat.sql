@@ -201,8 +201,13 @@ BEGIN
 END
 $$;
 
--- Slots that were claimed and never sent, oldest first: the next leader's first work.
-CREATE FUNCTION syncguard_beat_unsent(p_leader_key TEXT, p_limit INTEGER DEFAULT 1000)
+-- Slots that were claimed and never sent, oldest first: the next leader's first work. A page of them, after the given one.
+CREATE FUNCTION syncguard_beat_unsent(
+  p_leader_key TEXT,
+  p_after_due_at TIMESTAMPTZ DEFAULT '-infinity',
+  p_after_entry TEXT DEFAULT '',
+  p_limit INTEGER DEFAULT 1000
+)
 RETURNS TABLE (entry TEXT, due_at TIMESTAMPTZ, task_id TEXT)
 LANGUAGE sql VOLATILE
 SET search_path FROM CURRENT
@@ -210,6 +215,7 @@ AS $$
   SELECT s.entry, s.due_at, s.task_id
   FROM syncguard_beat_slots s
   WHERE s.leader_key = p_leader_key AND s.sent_at IS NULL AND s.dropped_at IS NULL
+    AND (s.due_at, s.entry) > (p_after_due_at, p_after_entry)
   ORDER BY s.due_at, s.entry
   LIMIT p_limit
 $$;

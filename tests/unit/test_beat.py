@@ -14,9 +14,9 @@ from kombu import Connection, Producer
 
 from celery_syncguard import binding, clock, signals
 from celery_syncguard.beat import LeaderScheduler, scheduler_class
-from celery_syncguard.errors import ImproperlyConfigured
+from celery_syncguard.errors import ImproperlyConfigured, StoreUnavailable
 from celery_syncguard.sending import sending, undisturbed
-from celery_syncguard.slots import PRUNED_AT_MOST
+from celery_syncguard.slots import PRUNED_AT_MOST, Slot
 from tests.fixtures.polling import poll
 
 
@@ -533,6 +533,51 @@ def test_close_in_the_middle_of_writing_back_hands_over_and_does_not_enter_the_s
     assert (entered_again, led, closed) == ([], [False], [])
     one.close()
     assert (entered_again, closed) == ([], [1])
+
+
+class LateSlots:
+    """Slots of which the store has not heard what became of one, as long as it is away."""
+
+    def __init__(self, slots):
+        self._slots, self.away, self.late = slots, True, [Slot("a", datetime(2025, 6, 1, tzinfo=timezone.utc))]
+
+    def __getattr__(self, name):
+        return getattr(self._slots, name)
+
+    def unrecorded(self):
+        return self.late
+
+    def flush(self):
+        if self.away:
+            raise StoreUnavailable("by a test")
+        self.late = []
+
+
+def test_what_could_not_be_recorded_as_sent_is_written_by_a_standby_too(scheduler, monkeypatch, caplog):
+    hand = Clock(monkeypatch)
+    one = lead(scheduler(make_app({"a": every(10)})))
+    slots = one._slots = LateSlots(one._slots)
+    monkeypatch.setattr(type(one._leadership), "lease", None)  # another one leads
+    for _ in range(3):
+        hand.ahead += 1.1
+        one.tick()
+    assert slots.late
+    slots.away = False
+    hand.ahead += 1.1
+    one.tick()
+    assert not slots.late
+    one.close()
+    assert "could not record" not in caplog.text
+
+
+def test_what_could_not_be_recorded_as_sent_is_told_once_at_the_end(scheduler, caplog):
+    one = lead(scheduler(make_app({"a": every(10)})))
+    one._slots = LateSlots(one._slots)
+    one.close()
+    one.close()
+    (line,) = [record.getMessage() for record in caplog.records if "could not record what" in record.getMessage()]
+    assert "1 slot(s)" in line
+    assert "'a' at 2025-06-01" in line
 
 
 def test_a_signal_waits_for_the_end_of_a_send_and_a_second_one_does_not():
