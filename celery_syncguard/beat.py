@@ -40,6 +40,7 @@ from celery_syncguard.leadership import Leadership
 from celery_syncguard.lease import Lease
 from celery_syncguard.sending import AGAIN, of_the_database, sending
 from celery_syncguard.slots import PRUNED_AT_MOST, Slots, open_slots
+from celery_syncguard.timekeeper import Timekeeper
 
 __all__ = ["LeaderScheduler"]
 
@@ -77,6 +78,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         self._complained = False
         self._busy = False  # a signal handler that runs now interrupts the schedule
         self._ticked_at = 0.0
+        self._time = Timekeeper()
         self._told_late = False
         self._closed = False
 
@@ -219,7 +221,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
                 raise
             logger.warning("the schedule file cannot be used, going on without (its state is in the database): %s", exc)
             inner = sending(beat.Scheduler)(self.app, *args, **kwargs)
-        inner.lead(lease, slots, rule=self._settings.catch_up, leader_key=self._settings.leader_key)
+        inner.lead(lease, slots, rule=self._settings.catch_up, leader_key=self._settings.leader_key, time=self._time)
         return inner
 
     def _write_last(self) -> None:
@@ -275,9 +277,9 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         if now < self._next_report or self._term is None or self._slots is None:
             return
         self._next_report = now + self._term.ttl / 3
-        self._inner.set_clock(
-            self._slots.seen(int(self._term.fence), failure=self._inner.failure, sent=self._inner.news())
-        )
+        inner, slots, term = self._inner, self._slots, int(self._term.fence)
+        if inner.hear(lambda: slots.seen(term, failure=inner.failure, sent=inner.news())):
+            self._next_tick = 0.0
         if now >= self._next_prune:
             self._next_prune = now + _PRUNE_EVERY
             if self._slots.prune(older=_KEPT) >= PRUNED_AT_MOST:

@@ -137,8 +137,15 @@ class TermRow:
 class Slots(Protocol):
     """The state of one leader key."""
 
-    def enter(self, lease: Lease, schedules: Mapping[str, str]) -> Entered | None:
-        """Say which entries (name -> text of its schedule) there are. None: the lease is not the leader's."""
+    def enter(self, lease: Lease, schedules: Mapping[str, str], *, now: datetime | None = None) -> Entered | None:
+        """Say which entries (name -> text of its schedule) there are. `now`: the time by which the leader goes, if it
+        knows one. None: the lease is not the leader's.
+        """
+
+    def turn_back(self, lease: Lease, *, now: datetime) -> bool:
+        """The clock was ahead: entries that are ahead of `now` go back to where they were then, and what was sent stays
+        sent. False: the lease is not the leader's.
+        """
 
     def claim(self, lease: Lease, slot: Slot, *, schedule: str, next_due_at: datetime | None) -> Claimed:
         """Claim a slot for sending, if it is not sent and the lease still leads."""
@@ -200,10 +207,10 @@ class PostgresSlots:
         query = f"SELECT * FROM {self._prefix}{call}".encode()
         return self._store.run(lambda conn: conn.execute(query, parameters, binary=True).fetchall())
 
-    def enter(self, lease: Lease, schedules: Mapping[str, str]) -> Entered | None:
+    def enter(self, lease: Lease, schedules: Mapping[str, str], *, now: datetime | None = None) -> Entered | None:
         self.flush()
         rows = self._rows(
-            "syncguard_beat_enter(%s, %s, %s, %s, %s, %s, %s, %s)",
+            "syncguard_beat_enter(%s, %s, %s, %s, %s, %s, %s, %s, %s)",
             (
                 self._key,
                 lease.key,
@@ -213,6 +220,7 @@ class PostgresSlots:
                 round(lease.ttl * 1000),
                 list(schedules),
                 list(schedules.values()),
+                now,
             ),
         )
         if not rows:
@@ -222,6 +230,10 @@ class PostgresSlots:
             for entry, schedule, last, since, runs, _ in rows[1:]
         }
         return Entered(now=_utc(rows[0][5]), entries=entries)
+
+    def turn_back(self, lease: Lease, *, now: datetime) -> bool:
+        parameters = (self._key, lease.key, lease.lock_id, int(lease.fence), now)
+        return bool(self._rows("syncguard_beat_turn_back(%s, %s, %s, %s, %s)", parameters)[0][0])
 
     def claim(self, lease: Lease, slot: Slot, *, schedule: str, next_due_at: datetime | None) -> Claimed:
         self.flush()
@@ -359,23 +371,40 @@ class MemorySlots:
     def _leads(self, lease: Lease) -> bool:
         return self._store.fenced(None, key=lease.key, lock_id=lease.lock_id, fence=int(lease.fence))
 
-    def enter(self, lease: Lease, schedules: Mapping[str, str]) -> Entered | None:
+    def enter(self, lease: Lease, schedules: Mapping[str, str], *, now: datetime | None = None) -> Entered | None:
         with self._mutex:
             if not self._leads(lease):
                 return None
-            now = self._now()
+            read = self._now()
+            now = now or read
             term = int(lease.fence)
-            self._terms.setdefault(term, TermRow(term, lease.holder, lease.ttl, now, now, None, None, None, None, now))
+            row = TermRow(term, lease.holder, lease.ttl, read, read, None, None, None, None, read)
+            self._terms.setdefault(term, row)
             for name, text in schedules.items():
-                row = self._entries.get(name)
+                entry = self._entries.get(name)
                 removed_at = self._removed.pop(name, None)
-                if row is None:
+                if entry is None:
                     self._entries[name] = EntryRow(text, now.replace(microsecond=0), now, 0)
-                elif row.schedule != text or (removed_at is not None and removed_at <= now - KEEPS_ITS_PLACE):
-                    self._entries[name] = dataclasses.replace(row, schedule=text, since_at=now)
+                elif entry.schedule != text or (removed_at is not None and removed_at <= now - KEEPS_ITS_PLACE):
+                    self._entries[name] = dataclasses.replace(entry, schedule=text, since_at=now)
             for name in self._entries.keys() - schedules.keys():
                 self._removed.setdefault(name, now)
-            return Entered(now=now, entries={name: self._entries[name] for name in schedules})
+            return Entered(now=read, entries={name: self._entries[name] for name in schedules})
+
+    def turn_back(self, lease: Lease, *, now: datetime) -> bool:
+        with self._mutex:
+            if not self._leads(lease):
+                return False
+            for name, entry in self._entries.items():
+                if entry.last_due_at <= now and entry.since_at <= now:
+                    continue
+                earlier = (slot.due_at for slot in self._slots if slot.entry == name and slot.due_at <= now)
+                last = (
+                    entry.last_due_at if entry.last_due_at <= now else max(earlier, default=now.replace(microsecond=0))
+                )
+                self._entries[name] = dataclasses.replace(entry, last_due_at=last, since_at=min(entry.since_at, now))
+                self._next[name] = None
+            return True
 
     def claim(self, lease: Lease, slot: Slot, *, schedule: str, next_due_at: datetime | None) -> Claimed:
         with self._mutex:

@@ -182,6 +182,27 @@ def test_the_id_of_a_slots_task_depends_on_the_leader_key_the_entry_and_the_inst
     assert len(others | {slot.task_id("beat")}) == 4
 
 
+def test_entries_of_a_clock_that_was_ahead_go_back_and_what_was_sent_stays_sent(guard, slots):
+    lease = elect(guard)
+    now = slots.enter(lease, {"a": TEXT, "b": TEXT}).now.replace(microsecond=0)
+    early = now + timedelta(hours=1)
+    slots.enter(lease, {"a": TEXT, "b": TEXT, "new": TEXT}, now=early)
+    for due_at in (now, early):
+        slots.claim(lease, Slot("a", due_at), schedule=TEXT, next_due_at=None)
+        slots.sent(Slot("a", due_at), term=int(lease.fence))
+    before = slots.enter(lease, {"b": TEXT}).entries["b"]
+    assert slots.turn_back(lease, now=now + timedelta(seconds=3, microseconds=5))
+    entries = slots.enter(lease, {"a": TEXT, "b": TEXT, "new": TEXT}).entries
+    assert entries["a"].last_due_at == now
+    assert entries["a"].since_at < now + timedelta(seconds=1)
+    assert entries["b"] == before
+    assert entries["new"].last_due_at == now + timedelta(seconds=3)
+    assert entries["new"].since_at == now + timedelta(seconds=3, microseconds=5)
+    assert slots.claim(lease, Slot("a", early), schedule=TEXT, next_due_at=None).outcome == "taken"
+    oust(guard, lease)
+    assert not slots.turn_back(lease, now=now)
+
+
 # PostgreSQL alone
 
 
