@@ -29,7 +29,7 @@ from celery_syncguard.events import logger
 from celery_syncguard.listen import Listener
 from celery_syncguard.pool import Pool, Session
 from celery_syncguard.process import forget_in_children
-from celery_syncguard.store import Acquire, Claim, Dead, Done, Grant, Held, LockRow, Pruned, Release, Renewal
+from celery_syncguard.store import Acquire, Buried, Claim, Dead, Done, Grant, Held, LockRow, Pruned, Release, Renewal
 
 __all__ = ["PostgresStore"]
 
@@ -165,7 +165,7 @@ class PostgresStore:
         if outcome == "done":
             return Done(run_key=row["run_key"], task_id=row["task_id"], age=(now_ms - acquired) / 1000)
         if outcome == "dead":
-            return Dead(deaths=row["deaths"])
+            return Dead(deaths=row["deaths"], of_task=row["task_id"] is not None)
         return Held(
             key=request.key,
             lock_id=row["lock_id"],
@@ -221,8 +221,8 @@ class PostgresStore:
                 f"the lock row of {release.key!r} is locked by a transaction that called fenced() and has not ended"
             ) from exc
 
-    def release_process(self, process: str) -> int:
-        return int(self._call("release_process", (process,)))
+    def release_process(self, process: str) -> Buried:
+        return Buried(**self._call("release_process", (process,)))
 
     def locks(self, key: str | None = None, *, limit: int | None = None) -> list[LockRow]:
         return [
