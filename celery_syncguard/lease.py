@@ -188,6 +188,7 @@ class Lease:
 
         Raises:
             LeaseLost: the lease is not held any more; nothing of this transaction may be committed.
+            LeaseNotVisible: the connection leads to another database or schema, or its snapshot is older than the lease.
             NotInTransaction: the connection is in autocommit with no transaction open; see `transaction`.
             InSavepoint: the first proof of the transaction is inside a savepoint, which has to be rolled back.
             StoreUnavailable: somebody else has had the lock's row locked for 2 s; roll back.

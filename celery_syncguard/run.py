@@ -273,8 +273,8 @@ class Run:
             self._disarm()
             failure = self._loss(exc) or exc
             if failure is not exc:
-                # Where we raised it is of no interest in its traceback.
-                raise failure from None
+                # The facts are ours, the place is the body's: where it was interrupted, or called check().
+                raise failure.with_traceback(exc.__traceback__) from None
             raise
         finally:
             if self in runs:

@@ -80,11 +80,12 @@ CREATE TABLE syncguard_deaths (
 -- The server's clock in milliseconds since 1970. Never stale: it moves inside a transaction.
 CREATE FUNCTION syncguard_clock_ms() RETURNS BIGINT
 LANGUAGE sql VOLATILE
-AS $$ SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint $$;
+RETURN (extract(epoch FROM clock_timestamp()) * 1000)::bigint;
 
 -- A fence as it is stored and compared: 15 digits. A counter that has left the range is refused.
 CREATE FUNCTION syncguard_fence_text(p_fence BIGINT) RETURNS TEXT
 LANGUAGE plpgsql IMMUTABLE
+SET search_path FROM CURRENT
 AS $$
 BEGIN
   IF p_fence < 0 OR p_fence > 900000000000000 THEN
@@ -425,7 +426,7 @@ $$;
 -- How one attempt of a task is remembered among the completions.
 CREATE FUNCTION syncguard_attempt_key(p_task_id TEXT, p_attempt INTEGER) RETURNS TEXT
 LANGUAGE sql IMMUTABLE
-AS $$ SELECT 'attempt:' || p_task_id || ':' || p_attempt $$;
+RETURN 'attempt:' || p_task_id || ':' || p_attempt;
 
 -- Counts a lease that ended because its process died.
 CREATE FUNCTION syncguard_count_death(p_key TEXT, p_task_id TEXT, p_lock_id TEXT) RETURNS VOID
