@@ -89,9 +89,7 @@ def publish(
         return send(**call)
     ttl = _life(app, task, call, due + options.dedup_ttl)
     try:
-        claim = store.claim(
-            key, task_id=task_id, ttl=min(UNCONFIRMED_TTL, ttl), holder=holder, lock_key=header.get("key")
-        )
+        claim = store.claim(key, task_id=task_id, ttl=min(UNCONFIRMED_TTL, ttl), holder=holder)
     except SyncGuardError as exc:
         if not begun(call):
             raise

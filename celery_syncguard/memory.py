@@ -292,14 +292,12 @@ class MemoryStore:
             row = self._rows.get(key)
             return self._changed.wait_for(lambda: self._rows.get(key) is not row or row is None, timeout)
 
-    def claim(
-        self, key: str, *, task_id: str, ttl: float, holder: str | None = None, lock_key: str | None = None
-    ) -> Claim:
+    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None) -> Claim:
         with self._changed:
             now = clock.now()
-            row = self._rows.get(lock_key or "")
-            if row is not None and row.expires <= now and row.request.claim_key == key:
-                self._end_claim_of(row)
+            for row in self._rows.values():
+                if row.expires <= now and row.request.claim_key == key:
+                    self._end_claim_of(row)
             claim = self._claim(key, task_id, ttl, holder, now)
             return Claim(
                 key=key,

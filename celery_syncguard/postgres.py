@@ -47,7 +47,7 @@ _QUERIES = {
     "list": "SELECT * FROM {}syncguard_list(%s, %s)",
     "prune": "SELECT to_json({}syncguard_prune($1, $2))",
     "wait": "SELECT to_json({}syncguard_wait($1, $2))",
-    "claim": "SELECT to_json({}syncguard_claim($1, $2, $3, $4, $5))",
+    "claim": "SELECT to_json({}syncguard_claim($1, $2, $3, $4))",
     "confirm": "SELECT to_json({}syncguard_confirm($1, $2, $3))",
     "unclaim": "SELECT to_json({}syncguard_unclaim($1, $2))",
     "fenced": "SELECT {}syncguard_fenced(%s, %s, %s, %s)",
@@ -260,10 +260,8 @@ class PostgresStore:
 
     # Claims
 
-    def claim(
-        self, key: str, *, task_id: str, ttl: float, holder: str | None = None, lock_key: str | None = None
-    ) -> Claim:
-        row = self._call("claim", (key, task_id, _ms(ttl), holder, lock_key))
+    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None) -> Claim:
+        row = self._call("claim", (key, task_id, _ms(ttl), holder))
         return Claim(
             key=key,
             task_id=row["task_id"],

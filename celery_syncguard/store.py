@@ -197,11 +197,9 @@ class LockStore(Protocol):
     def wait(self, key: str, timeout: float) -> bool:
         """Wait until the lease on `key` may be gone, at most `timeout` seconds. A hint; False: nothing was heard."""
 
-    def claim(
-        self, key: str, *, task_id: str, ttl: float, holder: str | None = None, lock_key: str | None = None
-    ) -> Claim:
-        """Claim a piece of work for a task, unless another task has a live claim. `lock_key`: the lock under which it
-        runs; a claim is over when its task died while it held that.
+    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None) -> Claim:
+        """Claim a piece of work for a task, unless another task has a live claim. A claim is over when a lease that its
+        task held for it has expired.
         """
 
     def confirm(self, claims: Sequence[tuple[str, str, float]]) -> int:

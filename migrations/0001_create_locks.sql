@@ -56,6 +56,9 @@ CREATE TABLE syncguard_completions (
 );
 CREATE INDEX idx_syncguard_completions_expires ON syncguard_completions (expires_at_ms);
 
+-- By the expired lease of its task a claim is known to be over (syncguard_claim).
+CREATE INDEX idx_syncguard_locks_claim ON syncguard_locks (claim_key) WHERE claim_key IS NOT NULL;
+
 -- Work that is queued or running. The task id owns the claim.
 CREATE TABLE syncguard_claims (
   claim_key TEXT PRIMARY KEY,
@@ -578,14 +581,13 @@ END
 $$;
 
 -- Claims p_claim_key for the task p_task_id. `outcome` is 'claimed' (also when the task owns it already) or
--- 'duplicate', with the owner's task id, holder and times; a duplicate writes nothing. p_lock_key is the lock under which
--- such work runs: if the owner's lease on it has expired, its worker is dead and its claim counts as over.
+-- 'duplicate', with the owner's task id, holder and times; a duplicate writes nothing. If a lease that the owner had for this
+-- claim has expired, under whichever key, its worker is dead and its claim counts as over.
 CREATE FUNCTION syncguard_claim(
   p_claim_key TEXT,
   p_task_id TEXT,
   p_ttl_ms BIGINT,
   p_holder TEXT DEFAULT NULL,
-  p_lock_key TEXT DEFAULT NULL,
   OUT outcome TEXT,
   OUT now_ms BIGINT,
   OUT task_id TEXT,
@@ -605,14 +607,12 @@ BEGIN
     SELECT * INTO v_row FROM syncguard_claims c WHERE c.claim_key = p_claim_key;
     now_ms := syncguard_clock_ms();
     IF FOUND AND v_row.expires_at_ms > now_ms AND v_row.task_id <> p_task_id THEN
-      IF p_lock_key IS NOT NULL THEN
-        PERFORM 1 FROM syncguard_locks l
-        WHERE l.key = p_lock_key AND l.holder_lock_id = l.lock_id AND l.expires_at_ms <= now_ms
-          AND l.task_id = v_row.task_id AND l.claim_key = p_claim_key;
-        IF FOUND THEN
-          DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = v_row.task_id;
-          CONTINUE;
-        END IF;
+      PERFORM 1 FROM syncguard_locks l
+      WHERE l.claim_key = p_claim_key AND l.task_id = v_row.task_id AND l.holder_lock_id = l.lock_id
+        AND l.expires_at_ms <= now_ms;
+      IF FOUND THEN
+        DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = v_row.task_id;
+        CONTINUE;
       END IF;
       outcome := 'duplicate';
     ELSE
