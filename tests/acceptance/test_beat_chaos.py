@@ -36,7 +36,6 @@ def test_no_slot_is_missed_or_sent_as_two_tasks_whatever_happens(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 def test_beats_without_a_leader_send_everything_several_times(celery_setup, broker, pg_dsn):
     """The negative control: the same chaos finds the doubles of plain beats."""
     setup = celery_setup(MODULE, environment=ENVIRONMENT)
@@ -47,7 +46,6 @@ def test_beats_without_a_leader_send_everything_several_times(celery_setup, brok
 
 @pytest.mark.slow
 @pytest.mark.timeout(360)
-@pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 @pytest.mark.parametrize("deed,bound", [("kill", TTL + 1), ("freeze", TTL + 1), ("stop", 1.0)])
 def test_takeovers_take_what_was_promised(celery_setup, broker, pg_dsn, deed, bound):
     """case 50, case 55: twenty of each kind."""

@@ -13,7 +13,7 @@ from tests.fixtures.polling import poll
 
 MODULE = "tests.acceptance.apps.fencing_counter"
 
-pytestmark = [pytest.mark.slow, pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
