@@ -9,6 +9,7 @@ import redis
 from celery import chain
 
 from celery_syncguard import binding
+from tests.fixtures import soak
 from tests.fixtures.polling import poll
 
 MODULE = "tests.acceptance.apps.dedup_run_once"
@@ -233,20 +234,20 @@ def _kill_those_who_linger(setup, history, lingering):
         setup.open_gate(f"killed-{n}")
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("run_once", [True, False], ids=["run_once", "without run_once"])
-def test_a_thousand_tasks_delivered_two_to_four_times_have_a_thousand_effects(
-    celery_setup, broker, pg_dsn, history, run_once
-):
+def test_tasks_delivered_two_to_four_times_have_one_effect_each(celery_setup, broker, pg_dsn, history, run_once):
     """Children and whole workers die, also between the user's commit and the acknowledgement. Without run_once, which is
     the negative control, the same tasks, deliveries and deaths have more effects."""
     _ledger(pg_dsn)
-    tasks, lingering = 1000, (100, 400, 700)
+    tasks = soak.rounds(300, soak=1000)
+    lingering = (tasks // 10, tasks * 4 // 10, tasks * 7 // 10)
     setup = celery_setup(
         MODULE,
         conf=REDELIVERED,
-        environment={"DEATHS": "0.01", "LINGERING": " ".join(map(str, lingering))},
+        environment={"DEATHS": "0.03", "LINGERING": " ".join(map(str, lingering))},
     )
     task = setup.module.increment if run_once else setup.module.increment_plainly
     deliveries = _deliver(setup, task, tasks=tasks, seed=4)
