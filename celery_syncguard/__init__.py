@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from celery_syncguard.binding import guard_for
-    from celery_syncguard.caller import NotInTransaction
+    from celery_syncguard.caller import InSavepoint, NotInTransaction
     from celery_syncguard.errors import (
         DuplicateTask,
         ImproperlyConfigured,
@@ -35,6 +35,7 @@ _HOMES = {
     "DuplicateTask": "errors",
     "Fence": "key",
     "ImproperlyConfigured": "errors",
+    "InSavepoint": "caller",
     "InvalidKey": "errors",
     "Lease": "lease",
     "LeaseLost": "errors",
@@ -57,6 +58,7 @@ __all__ = [
     "DuplicateTask",
     "Fence",
     "ImproperlyConfigured",
+    "InSavepoint",
     "InvalidKey",
     "Lease",
     "LeaseLost",

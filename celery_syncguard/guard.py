@@ -19,6 +19,7 @@ from celery_syncguard.errors import ImproperlyConfigured, LockHeld, NoLease, Sto
 from celery_syncguard.events import Events, logger
 from celery_syncguard.key import new_lock_id, normalize_key, public_key
 from celery_syncguard.lease import Lease, seconds, ttl_seconds
+from celery_syncguard.loop import Bell
 from celery_syncguard.memory import MemoryStore
 from celery_syncguard.postgres import PostgresStore
 from celery_syncguard.process import default_holder, forget_in_children, process_id
@@ -360,7 +361,7 @@ class _Turns:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._queues: dict[str, list[threading.Event]] = {}
+        self._queues: dict[str, list[Bell]] = {}
 
     def anybody(self, key: str) -> bool:
         """Whether somebody waits, whom a newcomer must not overtake."""
@@ -369,7 +370,7 @@ class _Turns:
     @contextmanager
     def turn(self, key: str, timeout: float) -> Iterator[bool]:
         """True inside if it is our turn, false if that did not come in `timeout` seconds."""
-        ours = threading.Event()
+        ours = Bell()
         try:
             with self._mutex:
                 queue = self._queues.setdefault(key, [])

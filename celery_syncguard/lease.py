@@ -176,7 +176,8 @@ class Lease:
     def fenced(self, conn: Any) -> None:
         """Tie the transaction that is open on `conn` to this lease: it commits only while the lease is held.
 
-        Call it first in the transaction. Nobody can take the lock over until that ends; renewals are not held up.
+        Call it first in the transaction, before any savepoint. Nobody can take the lock over until that ends, also not after
+        a rollback to a savepoint; renewals are not held up.
 
         Arguments:
             conn: a psycopg connection or cursor, a SQLAlchemy connection or session, a Django connection or its alias,
@@ -185,16 +186,19 @@ class Lease:
         Raises:
             LeaseLost: the lease is not held any more; nothing of this transaction may be committed.
             NotInTransaction: the connection is in autocommit with no transaction open; see `transaction`.
+            InSavepoint: the first proof of the transaction is inside a savepoint, which has to be rolled back.
             StoreUnavailable: somebody else has had the lock's row locked for 2 s; roll back.
         """
         self.check()
         self._keeper.prove_lease(self, conn)
 
     def transaction(self, conn: Any) -> AbstractContextManager[None]:
-        """`with lease.transaction(conn):` opens a transaction (a savepoint where one is open) and fences it.
+        """`with lease.transaction(conn):` opens a transaction and fences it. Where one is open, it fences that and opens a
+        savepoint.
 
-        Raises:
-            LeaseLost: on entering; the block does not run.
+        Raises, on entering, so that the block does not run:
+            LeaseLost, InSavepoint: as `fenced`.
+            sqlalchemy.exc.InvalidRequestError: an earlier statement has begun a transaction which nothing here would commit.
         """
         return self._keeper.fenced_transaction(self, conn)
 
@@ -206,7 +210,7 @@ class Lease:
 
         Raises:
             NoLease: the lease does not belong to a task with `run_once`.
-            LeaseLost, NotInTransaction: as `fenced`.
+            LeaseLost, NotInTransaction, InSavepoint: as `fenced`.
         """
         self.check()
         return self._keeper.complete_lease(self, conn)

@@ -22,7 +22,7 @@ from psycopg import errors as pg
 from psycopg import sql
 
 from celery_syncguard import clock
-from celery_syncguard.caller import caller
+from celery_syncguard.caller import InSavepoint, caller
 from celery_syncguard.connection import Connection, connection_parameters, describe_dsn
 from celery_syncguard.errors import InvalidKey, SchemaBehind, StoreUnavailable, SyncGuardError
 from celery_syncguard.events import logger
@@ -50,7 +50,7 @@ _QUERIES = {
     "claim": "SELECT to_json({}syncguard_claim($1, $2, $3, $4, $5))",
     "confirm": "SELECT to_json({}syncguard_confirm($1, $2, $3))",
     "unclaim": "SELECT to_json({}syncguard_unclaim($1, $2))",
-    "fenced": "SELECT {}syncguard_fenced(%s, %s, %s)",
+    "fenced": "SELECT {}syncguard_fenced(%s, %s, %s, %s)",
     "complete": "SELECT {}syncguard_complete(%s, %s, %s)",
 }
 
@@ -267,7 +267,7 @@ class PostgresStore:
     # In the caller's transaction
 
     def fenced(self, conn: Any, *, key: str, lock_id: str, fence: int) -> bool:
-        return bool(self._in_caller(conn, "fenced", (key, lock_id, fence)))
+        return bool(self._in_caller(conn, "fenced", (key, lock_id, fence, caller(conn).in_test_case())))
 
     def complete(self, conn: Any, *, run_key: str, task_id: str | None, ttl: float) -> bool:
         return bool(self._in_caller(conn, "complete", (run_key, task_id, _ms(ttl))))
@@ -278,6 +278,15 @@ class PostgresStore:
         try:
             return caller(conn).rows(_QUERIES[name].format(prefix), parameters)[0][0]
         except Exception as exc:
+            if _sqlstate(exc) == "SG004":
+                raise InSavepoint(
+                    f"the lease on {parameters[0]!r} is proved inside a savepoint first, and a rollback to it would end the "
+                    f"proof: call lease.fenced(connection) once in the transaction, before its first savepoint, or use "
+                    f"lease.transaction(connection) in place of that savepoint",
+                    key=parameters[0],
+                    what="lease.fenced()",
+                    kind=caller(conn).kind,
+                ) from exc
             if name == "fenced" and _sqlstate(exc) == pg.LockNotAvailable.sqlstate:
                 raise StoreUnavailable(
                     f"the lock row of {parameters[0]!r} is locked by another transaction: roll back and try again"

@@ -458,22 +458,54 @@ $$;
 
 -- In the caller's transaction: true, and nobody can take the lock over until that transaction ends; or false, and the
 -- caller must not commit. Renewals are not held up.
-CREATE FUNCTION syncguard_fenced(p_key TEXT, p_lock_id TEXT, p_fence BIGINT) RETURNS BOOLEAN
+--
+-- A row lock that is taken inside a savepoint is gone with a rollback to it, and no subtransaction can lock for its parent.
+-- So a first proof inside a savepoint is refused (SG004), unless p_savepoint says that what is around it never commits.
+-- The setting syncguard.fenced, local to the transaction, names the leases that were proved: a rollback to a savepoint
+-- takes a name back together with its row lock, so what it names is locked until the end.
+CREATE FUNCTION syncguard_fenced(
+  p_key TEXT,
+  p_lock_id TEXT,
+  p_fence BIGINT,
+  p_savepoint BOOLEAN DEFAULT FALSE
+) RETURNS BOOLEAN
 LANGUAGE plpgsql VOLATILE
 SET lock_timeout = '2s'
 SET search_path FROM CURRENT
 AS $$
 DECLARE
+  v_proved TEXT := coalesce(current_setting('syncguard.fenced', TRUE), '');
   v_expires BIGINT;
+  v_locker XID;
+  v_top XID;
 BEGIN
+  IF strpos(v_proved, p_lock_id) > 0 THEN
+    -- The row cannot have changed hands. An old snapshot would not even see its renewals.
+    RETURN TRUE;
+  END IF;
   PERFORM 1 FROM syncguard_locks l
   WHERE l.key = p_key AND l.lock_id = p_lock_id AND l.fence = lpad(p_fence::text, 15, '0')
   FOR KEY SHARE;
   IF NOT FOUND THEN
     RETURN FALSE;
   END IF;
-  SELECT l.expires_at_ms INTO v_expires FROM syncguard_locks l WHERE l.key = p_key AND l.lock_id = p_lock_id;
-  RETURN coalesce(v_expires > syncguard_clock_ms(), FALSE);
+  SELECT l.expires_at_ms, l.xmax INTO v_expires, v_locker
+  FROM syncguard_locks l WHERE l.key = p_key AND l.lock_id = p_lock_id;
+  IF v_expires <= syncguard_clock_ms() THEN
+    RETURN FALSE;
+  END IF;
+  v_top := pg_current_xact_id()::xid;
+  -- Most often the row says that the transaction itself has it locked. If not (a savepoint has, or several transactions,
+  -- whose list has a number that may look like ours): an open savepoint that has locked a row has an id, locked by itself.
+  IF NOT p_savepoint AND (v_locker <> v_top OR mxid_age(v_locker) > 0) AND EXISTS (
+    SELECT 1 FROM pg_locks k
+    WHERE k.locktype = 'transactionid' AND k.pid = pg_backend_pid() AND k.mode = 'ExclusiveLock' AND k.transactionid <> v_top
+  ) THEN
+    RAISE EXCEPTION 'the lock on % is proved inside a savepoint first', p_key
+      USING ERRCODE = 'SG004', HINT = 'Prove it in the transaction, before its first savepoint.';
+  END IF;
+  PERFORM set_config('syncguard.fenced', v_proved || ' ' || p_lock_id, TRUE);
+  RETURN TRUE;
 END
 $$;
 
