@@ -7,7 +7,8 @@ publishing raises. Whoever gets the claim publishes; everybody else gets the id 
 
 What if somebody waits for the duplicate itself, under its own id? That depends on what is still to be sent:
 
-  * a head with a continuation (chain, link): refused with `DuplicateTask` before anything is sent, as its tail would be lost;
+  * a head with a continuation (chain, link): refused with `DuplicateTask` before anything is sent, as its tail would be lost
+    (sent by a beat: logged, as it has nobody who would catch that);
   * a member of a group: not sent; its own result says SKIPPED and by whom, so that the group's result comes to an end;
   * a member of a chord, or what a worker sends for a task that has begun (a retry, a callback, the next step of a chain, the
     body of a chord): sent without a claim, with a warning, as an exception there would break what has been done.
@@ -16,30 +17,25 @@ What if somebody waits for the duplicate itself, under its own id? That depends 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from celery import current_task
 from celery.utils import uuid
-from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from celery_syncguard import binding, signals
 from celery_syncguard.confirmer import UNCONFIRMED_TTL
 from celery_syncguard.errors import DuplicateTask, SyncGuardError
 from celery_syncguard.events import logger
-from celery_syncguard.key import new_lock_id, public_key
+from celery_syncguard.key import new_lock_id, task_key
 from celery_syncguard.message import HEADER, header_of, without_way
 from celery_syncguard.options import TaskOptions
 from celery_syncguard.process import default_holder
 from celery_syncguard.receipts import ask_for_receipts
-from celery_syncguard.run import RUN
+from celery_syncguard.run import RUN, life, seconds_until
 from celery_syncguard.skipped import SKIPPED, Skipped, marker_for
 from celery_syncguard.store import Claim
 
-__all__ = ["begun", "publish", "send_task"]
-
-#: The shortest life of a claim in seconds, however soon its message expires.
-_SHORTEST = 1.0
+__all__ = ["begun", "follows", "publish", "send_task"]
 
 _DEFAULTS = TaskOptions()
 
@@ -80,19 +76,18 @@ def publish(
     task_id = call["task_id"] = call.get("task_id") or uuid()
     holder = f"{name}[{task_id}] {default_holder()}"
     # What was due long ago is work like any other, and its claim is no shorter.
-    due = max(0.0, _seconds_until(app, call.get("eta"), call.get("countdown")) or 0.0)
+    due = max(0.0, seconds_until(app, call.get("eta"), call.get("countdown")) or 0.0)
+    expires = call.get("expires")
+    ttl = life(app, getattr(task, "expires", None) if expires is None else expires, due + options.dedup_ttl)
     if header.get("claimed"):
         # It comes again under the claim that it has, which lives as long as its message waits. (What comes back for a
         # held lock is renewed by its next delivery, unless that is far away.)
         if options.dedup_until != "ttl" and (due > options.dedup_ttl / 2 or _is_next_attempt(call)):
-            ttl, begun_before = due + options.dedup_ttl, options.dedup_until == "start"
-            _quietly(lambda: store.claim(key, task_id=task_id, ttl=ttl, holder=holder, again=begun_before))
+            again = options.dedup_until == "start"
+            _quietly(lambda: store.claim(key, task_id=task_id, ttl=ttl, holder=holder, again=again))
         return send(**call)
-    ttl = _life(app, task, call, due + options.dedup_ttl)
     try:
-        claim = store.claim(
-            key, task_id=task_id, ttl=min(UNCONFIRMED_TTL, ttl), holder=holder, lock_key=header.get("key")
-        )
+        claim = store.claim(key, task_id=task_id, ttl=min(UNCONFIRMED_TTL, ttl), holder=holder)
     except SyncGuardError as exc:
         if not begun(call):
             raise
@@ -174,7 +169,8 @@ def _duplicate(
         logger.info("%s; as a member of a group it ends as SKIPPED", error)
         skipped = Skipped(key=claim.key, holder=claim.holder, task_id=claim.task_id, since=round(claim.age, 3))
         app.backend.store_result(call["task_id"], marker_for(app.backend, skipped), SKIPPED)
-    elif continued or options.dedup_on_duplicate == "raise":
+    elif (continued or options.dedup_on_duplicate == "raise") and not call["headers"].get("celery_beat_task"):
+        # A beat has nobody who would catch it: that a slot's work is under way already is an everyday outcome there.
         raise error
     else:
         logger.info("%s", error)
@@ -199,30 +195,30 @@ def _waiting(call: Mapping[str, Any]) -> tuple[bool, bool]:
 
 def begun(call: Mapping[str, Any]) -> bool:
     """Whether a worker sends this on behalf of a task that has begun, not the body of that task because it wants to."""
+    if follows(call):
+        return True
     request = current_task.request if current_task else None
     if request is None or request.called_directly:
         return False
-    if current_task.name == "celery.chord_unlock":
-        return True
+    return current_task.name == "celery.chord_unlock" or request.id in (call.get("task_id"), call.get("parent_id"))
+
+
+def follows(call: Mapping[str, Any]) -> bool:
+    """Whether Celery itself sends this because a task has ended: a callback, an errback, the next step of a chain, the body of
+    a chord. Its parent's or root's id is given then. What a body sends gets those later.
+    """
+    request = current_task.request if current_task else None
+    if request is None:
+        # The main process of a worker, for a task whose process died.
+        return call.get("parent_id") is not None
+    if request.called_directly or RUN in request.__dict__ or call.get("task_id") == request.id:
+        return False
     body = ((request.chord or {}).get("options") or {}).get("task_id")
-    return call.get("parent_id") == request.id or call.get("task_id") in (request.id, body)
-
-
-def _life(app: Any, task: Any, call: Mapping[str, Any], ttl: float) -> float:
-    """Seconds that the claim lives: not longer than the message, which is thrown away when it expires."""
-    expires = call.get("expires")
-    if expires is None:
-        expires = getattr(task, "expires", None)
-    left = _seconds_until(app, expires, None)
-    return ttl if left is None else max(_SHORTEST, min(ttl, left))
-
-
-def _seconds_until(app: Any, moment: Any, countdown: float | None) -> float | None:
-    """From now to a moment as Celery takes them: a number of seconds, a datetime or its ISO form."""
-    moment = countdown if countdown is not None else moment
-    if isinstance(moment, (str, datetime)):
-        moment = (maybe_make_aware(maybe_iso8601(moment), app.timezone) - app.now()).total_seconds()
-    return None if moment is None else float(moment)
+    return bool(
+        call.get("parent_id") == request.id
+        or call.get("root_id", ...) == (request.root_id or request.id)
+        or (body is not None and call.get("task_id") == body)
+    )
 
 
 def _quietly(work: Callable[[], object]) -> None:
@@ -270,7 +266,7 @@ def send_task(
         ("run", run_once, "run_once"),
     ):
         if key is not None:
-            header[entry] = public_key(key, what=what)
+            header[entry] = task_key(key, what=what)
             header["given"] = [*header.get("given", ()), entry]
 
     def send(**call: Any) -> Any:

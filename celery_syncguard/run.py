@@ -18,18 +18,20 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from typing import Any, NoReturn
 
 from celery.exceptions import Ignore, Reject, Retry
 from celery.states import READY_STATES, RETRY, STARTED, SUCCESS
 from celery.utils.threads import get_ident
+from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from celery_syncguard import binding, clock, signals, skipped
 from celery_syncguard.errors import LeaseLost, LockHeld, SchemaBehind, StoreUnavailable, SyncGuardError, TooManyDeaths
 from celery_syncguard.events import logger
 from celery_syncguard.guard import lock_held
 from celery_syncguard.interrupt import Interrupt, interrupt_for
-from celery_syncguard.key import MAX_KEY_BYTES, RESERVED_PREFIX, new_lock_id, public_key
+from celery_syncguard.key import RESERVED_PREFIX, new_lock_id, public_key, shortened
 from celery_syncguard.lease import Lease
 from celery_syncguard.message import HEADER, carried_options, claim_of, header_of, is_broadcast
 from celery_syncguard.options import TaskOptions
@@ -37,7 +39,7 @@ from celery_syncguard.process import default_holder, process_id
 from celery_syncguard.skipped import Skipped
 from celery_syncguard.store import Acquire, Dead, Done, Held
 
-__all__ = ["RUN", "Answered", "Run", "check_outer"]
+__all__ = ["RUN", "Answered", "Run", "check_outer", "life", "seconds_until"]
 
 #: Where a request keeps its run.
 RUN = "_syncguard_run"
@@ -47,6 +49,9 @@ _REACHED = "_syncguard_reached"
 
 #: Seconds that a retry waits in place for the end of the attempt which published it, and an answer for the first result.
 _HANDOVER = 2.0
+
+#: The shortest life of a claim in seconds, however soon its message expires.
+_SHORTEST = 1.0
 
 #: Seconds for which the end of an attempt is remembered.
 _ATTEMPT_TTL = 3600.0
@@ -125,7 +130,9 @@ class Run:
                 header[entry] = public_key(header[entry], what=f"{entry} in the header of a message")
             else:
                 header.pop(entry, None)
-        options = task.plan().complete(task, header, args, kwargs, {})
+        serializer = header.get("serializer")
+        serializer = serializer if isinstance(serializer, str) else None
+        options = task.plan().complete(task, header, args, kwargs, {}, serializer=serializer)
         return cls(task, request, header, options)
 
     @classmethod
@@ -166,9 +173,7 @@ class Run:
         """The lock's key. A task with run_once alone is locked by that key: it must not run beside itself."""
         key: str | None = self.header.get("key")
         if key is None and self.run_key is not None:
-            key = RESERVED_PREFIX + "run:" + self.run_key
-            if len(key.encode()) > MAX_KEY_BYTES:
-                key = key.encode()[:MAX_KEY_BYTES].decode(errors="ignore")
+            key = shortened(RESERVED_PREFIX + "run:" + self.run_key)
         return key
 
     @property
@@ -213,9 +218,9 @@ class Run:
             run_keys=(self.attempt_key,) if run_key is None else (run_key, self.attempt_key),
             max_deaths=self.options.lock_max_deaths,
             claim_key=claim_key if until != "ttl" else None,
-            claim_ttl=self.options.dedup_ttl,
-            claim_ends=until == "start",
+            claim_ttl=self.options.dedup_ttl if until == "done" else None,
             call_id=self.call_id,
+            claim_wait=life(self.task.app, self.request.expires, self.options.dedup_ttl),
         )
 
     # The stages
@@ -251,10 +256,15 @@ class Run:
             if isinstance(answer, Done):
                 return self._answer(answer)
             if isinstance(answer, Dead):
+                why = (
+                    f"again: its process died {answer.deaths} times in a row while it held {key!r} (lock_max_deaths)"
+                    if answer.of_task
+                    else f": the last {answer.deaths} processes that held {key!r} for a task died (lock_max_deaths); "
+                    f"the next one is started an hour after the last death"
+                )
                 self._fail(
                     TooManyDeaths(
-                        f"{self.task.name}[{self.request.id}] is not started again: its process died {answer.deaths} times "
-                        f"while it held {key!r} (lock_max_deaths)",
+                        f"{self.task.name}[{self.request.id}] is not started {why}",
                         task_id=self.request.id,
                         key=key,
                         deaths=answer.deaths,
@@ -298,8 +308,8 @@ class Run:
             self._disarm()
             failure = self._loss(exc) or exc
             if failure is not exc:
-                # Where we raised it is of no interest in its traceback.
-                raise failure from None
+                # The facts are ours, the place is the body's: where it was interrupted, or called check().
+                raise failure.with_traceback(exc.__traceback__) from None
             raise
         finally:
             if self in runs:
@@ -360,7 +370,7 @@ class Run:
             return
         lease.on_lost = None
         key_passed_on = self.key_passed_on or (again and self._keeps_key(failure))
-        by_itself = _ended_by_itself(failure) and lease.lost_reason is None
+        by_itself = _ended_by_itself(failure) and not lease.lost
         run_key, run_ttl = None, None
         if self.run_key is not None:
             if failure is None:
@@ -617,6 +627,20 @@ class Run:
             raise reason
         self.header["waited"] = waited + delay
         _pause(delay)
+
+
+def life(app: Any, expires: Any, ttl: float) -> float:
+    """Seconds that a claim lives: not longer than its message, which is thrown away when it `expires`."""
+    left = seconds_until(app, expires, None)
+    return ttl if left is None else max(_SHORTEST, min(ttl, left))
+
+
+def seconds_until(app: Any, moment: Any, countdown: float | None) -> float | None:
+    """From now to a moment as Celery takes them: a number of seconds, a datetime or its ISO form."""
+    moment = countdown if countdown is not None else moment
+    if isinstance(moment, (str, datetime)):
+        moment = (maybe_make_aware(maybe_iso8601(moment), app.timezone) - app.now()).total_seconds()
+    return None if moment is None else float(moment)
 
 
 def _ended_by_itself(failure: BaseException | None) -> bool:
