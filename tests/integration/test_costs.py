@@ -50,7 +50,7 @@ def body(number: int) -> None:
 def test_from_publish_to_end_a_lock_costs_two_round_trips_and_dedup_two_more(
     meter: Meter, pg_dsn: str, options: dict[str, Any], round_trips: int
 ) -> None:
-    """A message of its own and a run as a worker's. Confirmations are not waited for by anybody, so not counted here."""
+    """A message of its own and a run as a worker's. What a worker confirms again is not waited for, so not counted here."""
     app = application(meter.dsn(pg_dsn))
     with loop(app) as worker:
         task = app.task(base=LockedTask, shared=False, name="work", **options)(body)
