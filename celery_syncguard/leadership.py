@@ -170,8 +170,7 @@ class Leadership:
         age = clock.now() - heard_at
         if age > held.remaining:
             return None
-        term = None if held.fence is None else Fence(held.fence)
-        return Leader(term=term, holder=held.holder, since=held.since + age, remaining=held.remaining - age, ours=False)
+        return Leader(term=Fence(held.fence), holder=held.holder, since=held.since + age, remaining=held.remaining - age, ours=False)
 
     @property
     def healthy(self) -> bool:
@@ -320,7 +319,7 @@ class Leadership:
 
     def _hear(self, held: Held) -> None:
         before, self._heard = self._heard, (held, clock.now())
-        if held.lock_id is not None and (before is None or before[0].lock_id != held.lock_id):
+        if before is None or before[0].lock_id != held.lock_id:
             logger.info(
                 "standby for %r: %s leads, term %s, since %.1f s",
                 self.key,

@@ -3,7 +3,7 @@
 A statement is repeated on a fresh connection when its connection broke or the server was restarting, for `timeout`
 seconds in all. That is safe because every operation may be repeated: an acquire with the same lock_id answers with the
 same grant. Errors become facts: what cannot be asked is `StoreUnavailable`, what lacks our functions is `SchemaBehind`,
-a wait that hit the lock_timeout is *held* or *busy*.
+and so is a wait that hit the lock_timeout: it says nothing about who holds.
 
 Not here: connections (`connection`, `pool`), waiting for a release (`listen`), the text of the functions (`migrations/`).
 """
@@ -118,19 +118,15 @@ class PostgresStore:
             request.claim_key,
             None if request.claim_ttl is None else _ms(request.claim_ttl),
         )
-        try:
-            # Not counted from here: a busy process may queue for a connection for longer than a ttl. But from the first
-            # time, because a request that is repeated is answered with the same grant.
-            sent: list[float] = []
+        # Not counted from here: a busy process may queue for a connection for longer than a ttl. But from the first time,
+        # because a request that is repeated is answered with the same grant.
+        sent: list[float] = []
 
-            def ask(conn: Connection) -> Any:
-                sent.append(clock.now())
-                return conn.call(self._query("acquire", conn), parameters)
+        def ask(conn: Connection) -> Any:
+            sent.append(clock.now())
+            return conn.call(self._query("acquire", conn), parameters)
 
-            row = self.run(ask)
-        except _Busy:
-            # Somebody is busy with this very key, for longer than we care to wait. Who, we were not told.
-            return Held(key=request.key, lock_id=None, fence=None, since=0.0, remaining=0.0)
+        row = self.run(ask)
         outcome, now_ms, fence = row["outcome"], row["now_ms"], row["fence"]
         acquired, expires = row["acquired_at_ms"], row["expires_at_ms"]
         if outcome == "granted":
@@ -200,7 +196,8 @@ class PostgresStore:
             return bool(self._call("release", parameters))
         except _Busy as exc:
             raise StoreUnavailable(
-                f"the lock row of {release.key!r} is locked by a transaction that called fenced() and has not ended"
+                f"the lock row of {release.key!r} is locked by another transaction: one that called fenced() and has not "
+                f"ended, or a renewal whose commit waits"
             ) from exc
 
     def release_process(self, process: str) -> int:
@@ -387,7 +384,10 @@ def fact(exc: psycopg.Error, *, dsn: str, schema: str | None) -> SyncGuardError:
     where = describe_dsn(dsn)
     text = (exc.diag.message_primary or str(exc)).strip()
     if isinstance(exc, pg.LockNotAvailable):
-        return _Busy(f"{where}: a row of ours is locked by another transaction: {text}")
+        return _Busy(
+            f"{where}: what we wait for is locked by another transaction, one that does not end or whose commit waits for "
+            f"a standby (see pg_stat_activity): {text}"
+        )
     if isinstance(exc, _MISSING):
         place = f"schema {schema!r} of {where}" if schema else where
         return SchemaBehind(f"{place} lacks syncguard's tables or functions ({text}): run `celery syncguard migrate`")

@@ -67,11 +67,11 @@ class Grant:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """Somebody else's lease is live on the key. What is not known of the holder is None."""
+    """Somebody else's lease is live on the key: which one is always known, who its holder is may not be (None)."""
 
     key: str
-    lock_id: str | None
-    fence: int | None
+    lock_id: str
+    fence: int
     since: float
     remaining: float
     holder: str | None = None

@@ -146,6 +146,9 @@ BEGIN
     END IF;
     EXIT WHEN v_locked;
     PERFORM pg_advisory_xact_lock(hashtext(p_key));
+    -- Whoever is writing the row (a renewal, a waiter, a prune) is waited for, so that from here on a locked row is one in
+    -- use by a transaction that called fenced(), and by nobody else.
+    PERFORM 1 FROM syncguard_locks l WHERE l.key = p_key FOR NO KEY UPDATE;
     v_locked := TRUE;
   END LOOP;
 
@@ -198,10 +201,13 @@ BEGIN
       ELSE
         -- Only a writer that skips the advisory lock gets here.
         SELECT * INTO v_row FROM syncguard_locks l WHERE l.key = p_key;
+        IF NOT FOUND THEN
+          RAISE EXCEPTION 'the lock on % changes hands faster than it can be read', p_key USING ERRCODE = '40001';
+        END IF;
         outcome := 'held';
       END IF;
     ELSE
-      -- Expired. A row that somebody has locked is in use: by a transaction that called fenced(), or by a renewal.
+      -- Expired. A row that somebody has locked is in use by a transaction that called fenced().
       PERFORM 1 FROM syncguard_locks l
       WHERE l.key = p_key AND l.lock_id = v_row.lock_id AND l.expires_at_ms <= now_ms
       FOR UPDATE SKIP LOCKED;
