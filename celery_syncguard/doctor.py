@@ -83,6 +83,7 @@ def examine(settings: Settings, *, app: Any = None) -> Iterator[Check]:
             yield _clock(conn)
             yield _isolation(conn, role)
             yield _durability(conn, role)
+            yield _notifications(conn)
         except psycopg.Error as exc:
             yield Check(
                 "connection", "fail", f"{where}: {' '.join(str(exc).split())}", "the server broke off: try again"
@@ -330,6 +331,19 @@ def _durability(conn: Connection, role: str) -> Check:
             f"ALTER ROLE {_quoted(role, conn)} SET synchronous_commit = on",
         )
     return Check("durability", "ok", f"fsync on, synchronous_commit {level}")
+
+
+def _notifications(conn: Connection) -> Check:
+    usage = float(_value(conn, "SELECT pg_notification_queue_usage()"))
+    if usage >= 0.5:
+        return Check(
+            "notifications",
+            "warn",
+            f"the server's queue of notifications is {usage:.0%} full, so that waiters look again after up to a second "
+            f"instead of being woken",
+            "end the transaction of the session that listens and stands still: the server's log names its process id",
+        )
+    return Check("notifications", "ok", f"the queue is {usage:.0%} full")
 
 
 def _quoted(name: str, conn: Connection) -> str:

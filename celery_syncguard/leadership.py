@@ -170,7 +170,13 @@ class Leadership:
         age = clock.now() - heard_at
         if age > held.remaining:
             return None
-        return Leader(term=Fence(held.fence), holder=held.holder, since=held.since + age, remaining=held.remaining - age, ours=False)
+        return Leader(
+            term=Fence(held.fence),
+            holder=held.holder,
+            since=held.since + age,
+            remaining=held.remaining - age,
+            ours=False,
+        )
 
     @property
     def healthy(self) -> bool:

@@ -26,6 +26,7 @@ from celery_syncguard.caller import caller
 from celery_syncguard.connection import Connection, connection_parameters, describe_dsn
 from celery_syncguard.errors import InvalidKey, SchemaBehind, StoreUnavailable, SyncGuardError
 from celery_syncguard.events import logger
+from celery_syncguard.hosts import Hosts
 from celery_syncguard.listen import Listener
 from celery_syncguard.pool import Pool, Session
 from celery_syncguard.process import forget_in_children
@@ -92,10 +93,10 @@ class PostgresStore:
         self.dsn = dsn
         self.schema = schema
         self.timeout = timeout
-        parameters = connection_parameters(dsn, timeout=timeout)
-        self._pool = Pool(parameters, size=pool_size - 1, timeout=timeout)
-        self._standing = Session(parameters, timeout=timeout)
-        self._listener = Listener(parameters, timeout=timeout)
+        self._hosts = Hosts(connection_parameters(dsn, timeout=timeout))
+        self._pool = Pool(self._hosts, size=pool_size - 1, timeout=timeout)
+        self._standing = Session(self._hosts, timeout=timeout)
+        self._listener = Listener(self._hosts, timeout=timeout)
         self._queries: dict[str, bytes] = {}
         forget_in_children(self)
 
@@ -294,6 +295,7 @@ class PostgresStore:
         return self._pool.connection()
 
     def forget(self) -> None:
+        self._hosts.forget()
         self._pool.forget()
         self._standing.forget()
         self._listener.forget()
@@ -391,6 +393,9 @@ def fact(exc: psycopg.Error, *, dsn: str, schema: str | None) -> SyncGuardError:
     if isinstance(exc, _MISSING):
         place = f"schema {schema!r} of {where}" if schema else where
         return SchemaBehind(f"{place} lacks syncguard's tables or functions ({text}): run `celery syncguard migrate`")
+    if isinstance(exc, pg.ProgramLimitExceeded) and exc.diag.context is None:
+        # Not from inside a function of ours, so it was the commit. Repeated, the release sees that the queue is full.
+        return StoreUnavailable(f"{where}: {text}: a session that listens stands still in a transaction")
     if isinstance(exc, (psycopg.DataError, pg.ProgramLimitExceeded)):
         # Time does not cure it, and a task that came back with it would come back for ever.
         return InvalidKey(f"{where} cannot store this key, holder or task id: {text}")

@@ -390,7 +390,8 @@ BEGIN
     VALUES (syncguard_attempt_key(p_task_id, v_row.attempt), p_task_id, v_now, v_now + 3600000)
     ON CONFLICT (run_key) DO UPDATE SET expires_at_ms = excluded.expires_at_ms;
   END IF;
-  IF v_row.waiting_until_ms > v_now THEN
+  -- A full queue would fail the whole release at its commit. Whoever waits looks by himself, too.
+  IF v_row.waiting_until_ms > v_now AND pg_notification_queue_usage() < 0.5 THEN
     PERFORM pg_notify('syncguard_released', p_key);
   END IF;
   RETURN TRUE;
@@ -433,7 +434,7 @@ BEGIN
       DELETE FROM syncguard_claims c
       WHERE c.claim_key = v_row.claim_key AND c.task_id = v_row.task_id AND c.claimed_at_ms >= v_row.acquired_at_ms;
     END IF;
-    IF v_row.waiting_until_ms > syncguard_clock_ms() THEN
+    IF v_row.waiting_until_ms > syncguard_clock_ms() AND pg_notification_queue_usage() < 0.5 THEN
       PERFORM pg_notify('syncguard_released', v_row.key);
     END IF;
   END LOOP;
