@@ -44,7 +44,7 @@ __all__ = ["LeaderScheduler"]
 
 #: Seconds between two looks at the leadership. A look costs no I/O.
 _TURN = 0.2
-#: Seconds without a tick after which a leader counts as hanging, and another beat may lead.
+#: Seconds without a tick, a look at an entry or a send after which a leader counts as hanging, and another beat may lead.
 _PATIENCE = 60.0
 #: How long slots and terms are kept, and how often the old ones are deleted, in seconds.
 _KEPT, _PRUNE_EVERY = 7 * 86_400.0, 3600.0
@@ -184,13 +184,18 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
                 self._guard,
                 key,
                 ttl=self._settings.leader_ttl,
-                alive=lambda: clock.now() - self._ticked_at < max(_PATIENCE, 4 * self._settings.leader_ttl),
+                alive=lambda: clock.now() - self._moved_at() < max(_PATIENCE, 4 * self._settings.leader_ttl),
                 holder=f"celery beat on {socket.gethostname()} pid {os.getpid()}",
                 on_elected=lambda lease: signals.leader_elected.send(sender=key, term=lease.fence),
                 on_lost=lambda lease: signals.leader_lost.send(sender=key, term=lease.fence),
             )
             self._leadership.start()
         return self._leadership
+
+    def _moved_at(self) -> float:
+        # A tick may take long, for what it does: as long as entry after entry is looked at, nothing hangs.
+        inner = self._inner
+        return self._ticked_at if inner is None else max(self._ticked_at, inner.moved_at)
 
     def _leads(self) -> bool:
         return self._inner is not None and self._term is not None and self._term.remaining > 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import secrets
 import select
 from collections.abc import Callable, Generator
@@ -68,17 +69,45 @@ def connection_parameters(dsn: str, *, timeout: float) -> dict[str, Any]:
             "syncguard_dsn is not a PostgreSQL connection string (expected postgresql://user@host/database "
             "or host=… dbname=…)"
         ) from None
+    if _ambiguous(dsn, parameters):
+        raise ImproperlyConfigured(
+            "syncguard_dsn has a host or a port that cannot be one: is there an '@', ':', '/' or '?' in the user or the "
+            "password? In a URL write %40, %3A, %2F or %3F for it (the text is not repeated here, it may be a password)"
+        )
     # Text is UTF-8 on the way, whatever the database is encoded in; one in SQL_ASCII would make it bytes.
     hosts = max(str(parameters.get(key, "")).count(",") + 1 for key in ("host", "hostaddr"))
     return {**_NETWORK, "connect_timeout": str(max(2, round(timeout / hosts))), **parameters, "client_encoding": "UTF8"}
 
 
+#: A name, an address, a folder of sockets, or Linux's abstract socket.
+_HOST = re.compile(r"[\w.:%-]*|[/@][^@:?#]*")
+
+
+def _ambiguous(dsn: str, parameters: dict[str, Any]) -> bool:
+    """Whether libpq has taken a part of the password for something else, which errors and messages would repeat.
+
+    It ends the password at the first '@', '/' or '?', and reads the rest as host, port, database or option.
+    """
+    hosts = ",".join(str(parameters.get(name) or "") for name in ("host", "hostaddr")).split(",")
+    ports = str(parameters.get("port") or "").split(",")
+    scheme, separator, rest = dsn.partition("://")
+    url = separator and scheme in ("postgresql", "postgres")
+    return (
+        not all(_HOST.fullmatch(host) for host in hosts)
+        or not all(re.fullmatch(r"[0-9]*", port) for port in ports)
+        # No '@' belongs after the one that ends the password; elsewhere it can be written as %40.
+        or bool(url and "@" in rest.partition("@" if "@" in re.split("[/?]", rest)[0] else "/")[2])
+    )
+
+
 def describe_dsn(dsn: str) -> str:
-    """Where a dsn leads, for logs and messages: never its password."""
+    """Where a dsn leads, for logs and messages: never its password, nor what may be a part of it."""
     try:
         parameters = psycopg.conninfo.conninfo_to_dict(dsn)
     except psycopg.ProgrammingError:
         return "an unreadable dsn"
+    if _ambiguous(dsn, parameters):
+        return "an ambiguous dsn"
     host = parameters.get("host") or parameters.get("hostaddr") or "the local socket"
     port = parameters.get("port") or "5432"
     name = parameters.get("dbname") or parameters.get("user") or "the default database"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from celery_syncguard.errors import ImproperlyConfigured, SyncGuardError
+from celery_syncguard.errors import ImproperlyConfigured, SyncGuardError, one_line
 
 if TYPE_CHECKING:
     from celery_syncguard.config import Settings
@@ -112,6 +113,8 @@ class Target:
         """The front door, closed afterwards."""
         from celery_syncguard.guard import SyncGuard
 
+        # The driver's pool tells each attempt. A command says it once, at its end.
+        logging.getLogger("psycopg").addHandler(logging.NullHandler())
         guard = SyncGuard(settings=self.database())
         try:
             yield guard
@@ -200,9 +203,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 def printable(value: object) -> str:
     """Text that cannot move the cursor or break a line, whatever a key or a holder contains."""
-    if value is None:
-        return "-"
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in str(value))
+    return "-" if value is None else one_line(str(value))
 
 
 def duration(seconds: float) -> str:

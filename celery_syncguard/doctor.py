@@ -128,7 +128,19 @@ def _broker(app: Any) -> Iterator[Check]:
     except Exception as exc:  # the application's own code, which may fail in any way  # noqa: BLE001
         yield Check("broker", "warn", f"the tasks cannot be imported: {type(exc).__name__}: {exc}", "see the message")
         return
-    if names and turned_off(app):
+    try:
+        unanswered = turned_off(app)
+    except Exception as exc:  # kombu raises anything for a broker that it does not know  # noqa: BLE001
+        # Not the URL: it may hold a password.
+        reason = "no such transport" if isinstance(exc, KeyError) else f"{type(exc).__name__}"
+        yield Check(
+            "broker",
+            "fail",
+            f"broker_url cannot be used ({reason}): no worker starts with it, and nothing can be published",
+            "write amqp://… or redis://…, and install the client that this needs",
+        )
+        return
+    if names and unanswered:
         yield Check(
             "broker",
             "warn",

@@ -19,14 +19,25 @@ __all__ = [
     "StoreUnavailable",
     "SyncGuardError",
     "TooManyDeaths",
+    "one_line",
 ]
 
 
+def one_line(text: str) -> str:
+    """Text that can neither break a line nor move a cursor, whatever a task id, a key or a holder's name contains."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 class SyncGuardError(Exception):
-    """The root of all errors here. `facts` are set as attributes and survive pickling."""
+    """The root of all errors here. `facts` are set as attributes and survive pickling.
+
+    The message is one line. It goes into logs and results of other processes, and may quote what somebody else wrote.
+    """
 
     def __init__(self, message: str = "", **facts: Any) -> None:
-        super().__init__(message)
+        super().__init__(one_line(message))
         self.__dict__.update(facts)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -52,7 +63,7 @@ class LockHeld(SyncGuardError):
     """Another lease is live on the key.
 
     Attributes: `key`; `holder` (text for people or None); `task_id` of the holder or None; `lock_id` and `fence`
-    of its lease; `since` seconds since the holder acquired; `remaining` seconds
+    (None if it is no number) of its lease; `since` seconds since the holder acquired; `remaining` seconds
     until its lease ends unless it renews.
     """
 

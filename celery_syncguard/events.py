@@ -10,9 +10,25 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from celery_syncguard.errors import one_line
+
 __all__ = ["Events", "logger"]
 
 logger = logging.getLogger("celery_syncguard")
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    """Make the message one line: it may quote a task id or a holder's name that somebody wrote to forge one."""
+    try:
+        message = record.getMessage()
+    except Exception:  # noqa: BLE001 - the handler reports it, as for any record
+        return True
+    if not message.isprintable():
+        record.msg, record.args = one_line(message), None
+    return True
+
+
+logger.addFilter(_escape)
 
 Listener = Callable[..., None]
 

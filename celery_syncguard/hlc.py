@@ -10,6 +10,8 @@ Invariants:
 - Every stamp of one clock is higher than all its earlier ones and than every stamp it has observed.
 - A call that raises leaves the clock as it was.
 - Nobody's stamp runs ahead of the fastest physical clock by more than a millisecond for each 1000 events.
+- A clock that is ahead of its own machine's time says so. Only `reset` takes it back: stamps that rose once may not fall
+  without anybody's decision.
 
 Not here: Celery (`stamps`), storage (the caller keeps `HybridLogicalClock.to_json`), and any rule about which of two
 concurrent writes wins: a clock orders, it does not merge.
@@ -29,6 +31,7 @@ from typing import Any, final, overload
 
 from celery_syncguard import clock as local_clock
 from celery_syncguard.errors import SyncGuardError
+from celery_syncguard.events import logger
 from celery_syncguard.process import forget_in_children
 
 __all__ = [
@@ -49,6 +52,7 @@ __all__ = [
 
 MAX_STAMP = 2**53 - 1
 _COUNTERS = 1000  # stamps that one millisecond has room for
+_TOLD_AHEAD = 60.0  # seconds, for a clock without max_drift
 
 
 class HlcError(SyncGuardError, ValueError):
@@ -200,6 +204,8 @@ class HybridLogicalClock:
         self._physical = physical
         self._lock = threading.Lock()
         self._state = _State(0, 0)
+        self._told_above = int((_TOLD_AHEAD if seconds is None else seconds) * 1000)
+        self._told = False
         forget_in_children(self)
 
     @classmethod
@@ -231,6 +237,27 @@ class HybridLogicalClock:
         """Who stamps: as given, or after a fork with ``.pid-random`` added."""
         return self._device_id
 
+    @property
+    def ahead(self) -> float:
+        """Seconds by which this clock is ahead of its machine's time now; 0.0 if it is not.
+
+        A little is usual: it follows the fastest clock that it has heard of. Much of it says that this machine's time, or
+        that of a sender, was far in the future for a moment; others may refuse its stamps. See `reset`.
+
+        Raises `InvalidPhysicalClock`.
+        """
+        return max(0, self._state.wall_ms - self._read_physical()) / 1000
+
+    def reset(self) -> None:
+        """Forget the state, so that the next stamp is that of the machine's time: for a clock that is far `ahead`.
+
+        Its stamps may then be lower than earlier ones of its own. Rows that carry those have to be stamped anew, or they
+        win over every later write (docs/hlc.md has the statement).
+        """
+        with self._lock:
+            self._state = _State(0, 0)
+            self._told = False
+
     def now(self) -> Timestamp:
         """Return a stamp for an event here: higher than every one returned or observed before.
 
@@ -240,8 +267,12 @@ class HybridLogicalClock:
         with self._lock:
             last = self._state
             if physical > last.wall_ms:
+                self._told = False
                 return self._advance(physical, 0)
-            return self._advance(last.wall_ms, last.counter + 1)
+            stamp = self._advance(last.wall_ms, last.counter + 1)
+        if last.wall_ms - physical > self._told_above:
+            self._tell(last.wall_ms - physical)
+        return stamp
 
     def observe(self, remote: int) -> Timestamp:
         """Take in the stamp of an event elsewhere and return one that is higher than it and than all before.
@@ -265,13 +296,26 @@ class HybridLogicalClock:
             tied = [
                 counter for w, counter in ((last.wall_ms, last.counter), (remote_wall, remote_counter)) if w == wall
             ]
-            return self._advance(wall, max(tied) + 1 if tied else 0)
+            stamp = self._advance(wall, max(tied) + 1 if tied else 0)
+        if wall - physical > self._told_above:
+            self._tell(wall - physical)
+        return stamp
 
     def forget(self) -> None:
         """Become another clock than the parent's; called in a forked child, before any other thread runs there."""
         # A thread of the parent may have held the lock at the fork; in the child nobody would ever release it.
         self._lock = threading.Lock()
         self._device_id = f"{self._origin}.{os.getpid()}-{secrets.token_hex(4)}"
+
+    def _tell(self, ahead_ms: int) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "the hybrid logical clock of %s is %.0f s ahead of this machine's time: others may refuse its stamps, and "
+                "what it stamps wins over later writes (a time was far in the future; see `reset` in docs/hlc.md)",
+                self._device_id,
+                ahead_ms / 1000,
+            )
 
     def _read_physical(self) -> int:
         # Outside the lock: it is the caller's code. A reading that has become old by then is only a lower bound.

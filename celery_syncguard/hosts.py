@@ -85,6 +85,7 @@ class Hosts:
         self._mutex = threading.Lock()
         self._best: Address | None = None
         self._left: dict[Address, list[PGconn]] = {}
+        self._looking: set[Address] = set()  # at what is left over there, one thread at a time
         self._told_at = -math.inf
 
     def connect(
@@ -155,22 +156,28 @@ class Hosts:
             self._left.setdefault(address, []).append(pgconn)
 
     def _too_many(self, address: Address) -> bool:
-        # Taken out meanwhile, so that no two threads look after the same one.
         with self._mutex:
-            mine = self._left.pop(address, [])
-        if not mine:
-            return False
-        still = [one for one in mine if not ended(one, timeout=0.0)]
-        if len(still) >= LEFT_OVER and clock.now() > self._told_at + _AGAIN_AFTER:
-            # The server may have been unable to hear it the first time.
-            self._told_at = clock.now()
-            still = [one for one in still if not (cancelled(one, timeout=_AGAIN) and ended(one, timeout=_AGAIN))]
-        for one in mine:
-            if one not in still:
-                one.finish()
-        if still:
+            left = list(self._left.get(address, ()))
+            if not left or address in self._looking:
+                return len(left) >= LEFT_OVER
+            self._looking.add(address)
+        gone: list[PGconn] = []
+        try:
+            gone += [one for one in left if ended(one, timeout=0.0)]
+            if len(left) - len(gone) >= LEFT_OVER and clock.now() > self._told_at + _AGAIN_AFTER:
+                # The server may have been unable to hear it the first time.
+                self._told_at = clock.now()
+                for one in left:
+                    if one not in gone and cancelled(one, timeout=_AGAIN) and ended(one, timeout=_AGAIN):
+                        gone.append(one)
+        finally:
             with self._mutex:
-                self._left.setdefault(address, []).extend(still)
+                self._looking.discard(address)
+                still = [one for one in self._left.pop(address, []) if one not in gone]
+                if still:
+                    self._left[address] = still
+        for one in gone:
+            one.finish()
         return len(still) >= LEFT_OVER
 
 

@@ -170,13 +170,8 @@ class Leadership:
         age = clock.now() - heard_at
         if age > held.remaining:
             return None
-        return Leader(
-            term=Fence(held.fence),
-            holder=held.holder,
-            since=held.since + age,
-            remaining=held.remaining - age,
-            ours=False,
-        )
+        term = None if held.fence is None else Fence(held.fence)
+        return Leader(term=term, holder=held.holder, since=held.since + age, remaining=held.remaining - age, ours=False)
 
     @property
     def healthy(self) -> bool:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["HEADER", "claim_of", "header_of"]
+from celery_syncguard.errors import ImproperlyConfigured, InvalidKey
+
+__all__ = ["HEADER", "carried_options", "claim_of", "header_of"]
 
 #: Its entries, each optional: `key`, `run`, `claim` (text); `claimed` (the publisher made the claim); `options`
 #: (overrides of this call); `held` (how often the message came back because the lock was held); `given` (which of the
@@ -22,6 +24,25 @@ def header_of(headers: Mapping[str, Any] | None) -> dict[str, Any]:
     ours = headers.get(HEADER) if headers else None
     # The exact type first: asking the abstract one takes a microsecond.
     return dict(ours) if type(ours) is dict or isinstance(ours, Mapping) else {}
+
+
+def carried_options(header: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The overrides of this call that a message carries, their values unchecked.
+
+    Raises:
+        ImproperlyConfigured: they are no mapping.
+        InvalidKey: one of them is a template. Templates are the task's: one from a message could make a text of any size,
+            and read attributes of arguments.
+    """
+    carried = header.get("options", {})
+    if not isinstance(carried, Mapping):
+        raise ImproperlyConfigured(f"the options in the header of a message are a mapping, got {carried!r:.80}")
+    for name in ("lock_key", "dedup_key", "run_once"):
+        if isinstance(carried.get(name), str):
+            raise InvalidKey(
+                f"the header of a message carries a template for {name}; a key comes ready-made, or not at all"
+            )
+    return carried
 
 
 def claim_of(ours: Any) -> str | None:

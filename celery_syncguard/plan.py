@@ -12,6 +12,7 @@ from typing import Any
 from celery_syncguard.config import DEFAULT_TTL
 from celery_syncguard.errors import InvalidKey
 from celery_syncguard.key import public_key
+from celery_syncguard.message import carried_options
 from celery_syncguard.options import Parameters, TaskOptions, Template, arguments_key, portable
 
 __all__ = ["Plan"]
@@ -59,7 +60,7 @@ class Plan:
         """
         options = self.options
         if overrides or "options" in header:
-            carried = {**header.get("options", {}), **overrides}
+            carried = {**carried_options(header), **overrides}
             options = options.replace(carried)
             # A key is computed once, here: what it is made from goes no further.
             rest = {

@@ -115,7 +115,7 @@ class Pool:
         if dial is not None and (dial.said or error is None):
             return str(dial)
         if error is not None:
-            return str(error).strip()
+            return " ".join(str(error).split())
         quiet_since = max(self.lent_at, self.returned_at, self._dialled_at)
         if dial is None and quiet_since < clock.now() - self._timeout - LOCK_TIMEOUT - _GIVING_UP:
             self._replace(pool)

@@ -73,7 +73,11 @@ def _ms(seconds: float) -> int:
 
 
 def _instant(ms: int) -> datetime:
-    return datetime.fromtimestamp(ms / 1000, tz=timezone.utc)
+    try:
+        return datetime.fromtimestamp(ms / 1000, tz=timezone.utc)
+    except (OverflowError, ValueError, OSError):
+        # Another client wrote it. A row that is wrong is shown all the same.
+        return datetime(9999 if ms > 0 else 1, 1, 1, tzinfo=timezone.utc)
 
 
 class PostgresStore:
@@ -209,7 +213,7 @@ class PostgresStore:
             LockRow(
                 key=name,
                 lock_id=lock_id,
-                fence=fence,
+                fence=int(fence) if fence.isascii() and fence.isdigit() else fence,
                 acquired_at=_instant(acquired),
                 expires_at=_instant(expires),
                 since=(now_ms - acquired) / 1000,
@@ -384,7 +388,7 @@ def _sqlstate(exc: BaseException | None) -> str | None:
 def fact(exc: psycopg.Error, *, dsn: str, schema: str | None) -> SyncGuardError:
     """Our error for psycopg's: what happened, where, and what to do about it."""
     where = describe_dsn(dsn)
-    text = (exc.diag.message_primary or str(exc)).strip()
+    text = " ".join((exc.diag.message_primary or str(exc)).split())
     if isinstance(exc, pg.LockNotAvailable):
         return _Busy(
             f"{where}: what we wait for is locked by another transaction, one that does not end or whose commit waits for "

@@ -196,7 +196,7 @@ def current_revision_for_update(conn: Any, owner_id: UUID | str) -> int | None:
     return int(rows[0][0]) if rows else None
 
 
-def guard_pull(conn: Any, owner_id: UUID | str, cursor: int) -> int:
+def guard_pull(conn: Any, owner_id: UUID | str, cursor: int, *, bound: int | None = None) -> int:
     """Make sure that the rows after `cursor` tell everything, and return the cursor for after this pull.
 
     Call it first in the transaction that pulls, then read every synced table with
@@ -205,10 +205,15 @@ def guard_pull(conn: Any, owner_id: UUID | str, cursor: int) -> int:
     of this owner; writers are not held up. The transaction may be read only, but not on a replica: the primary's purge
     does not see its lock.
 
+    A pull in pages, each in a transaction of its own, keeps its cursor and its bound from the first page to the last, and
+    goes on behind the last row that it has read, by `(revision, id)`: see docs/revisions.md.
+
     Args:
         conn: the caller's connection (`caller.caller` says which).
         owner_id: a UUID or the text of one.
-        cursor: the bound of the reader's last pull; 0 for everything, which is always served.
+        cursor: the bound of the reader's last whole pull; 0 for everything, which is always served. Never the revision of
+            a page's last row.
+        bound: for the second page and later ones, what the first one returned; it is returned again.
 
     Raises:
         ResyncRequired: deletions after the cursor have been purged, or the cursor is from a future that this database
@@ -218,6 +223,8 @@ def guard_pull(conn: Any, owner_id: UUID | str, cursor: int) -> int:
     """
     if isinstance(cursor, bool) or not isinstance(cursor, int) or cursor < 0:  # type: ignore[redundant-expr]
         raise ValueError(f"a cursor is an int >= 0, not {cursor!r}")
+    if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int) or bound < cursor):  # type: ignore[redundant-expr]
+        raise ValueError(f"a bound is what the first page returned, an int >= its cursor {cursor}, not {bound!r}")
     owner = _owner(owner_id)
     session = _within(conn, "guard_pull")
     # Two statements: the lock may wait for a purge to commit, and only a statement begun after that sees its horizon.
@@ -234,16 +241,17 @@ def guard_pull(conn: Any, owner_id: UUID | str, cursor: int) -> int:
     if not rows:
         raise _unknown([owner])
     current, horizon = (int(value) for value in rows[0])
-    if cursor > current or 0 < cursor < horizon:
-        reason = f"is above the newest revision {current}" if cursor > current else f"is below the horizon {horizon}"
+    newest = cursor if bound is None else bound
+    if newest > current or 0 < cursor < horizon:
+        reason = f"is above the newest revision {current}" if newest > current else f"is below the horizon {horizon}"
         raise ResyncRequired(
-            f"cursor {cursor} of owner {owner} {reason}: start again from cursor 0",
+            f"{'cursor' if newest == cursor else f'bound {bound} of cursor'} {cursor} of owner {owner} {reason}: start again from cursor 0",
             owner_id=owner,
             cursor=cursor,
             horizon=horizon,
             current=current,
         )
-    return current
+    return current if bound is None else bound
 
 
 def purge_tombstones(
@@ -257,7 +265,8 @@ def purge_tombstones(
 
     Args:
         conn: the caller's connection (`caller.caller` says which).
-        table: the name of a table with the columns id, owner_id, deleted_at and revision, or (schema, name). Quoted.
+        table: the name of a table with the columns id, owner_id, deleted_at and revision, or (schema, name). Quoted. Its
+            primary key is id, or (owner_id, id) where rows move between owners.
         older_than: seconds (or a timedelta) since `deleted_at`, by the database's clock.
         limit: rows in one batch.
 
@@ -291,7 +300,7 @@ with cutoff as materialized (
     select clock_timestamp() - make_interval(secs => %s) as deleted_before
 ),
 candidates as materialized (
-    select oldest.id
+    select oldest.id, oldest.owner_id
     from (
         select tombstones.id, tombstones.owner_id
         from {table} as tombstones
@@ -304,16 +313,16 @@ candidates as materialized (
     limit %s
 ),
 locked as materialized (
-    select tombstones.id
+    select tombstones.id, tombstones.owner_id
     from {table} as tombstones
-    join candidates on candidates.id = tombstones.id
+    join candidates on candidates.id = tombstones.id and candidates.owner_id = tombstones.owner_id
     where tombstones.deleted_at < (select cutoff.deleted_before from cutoff)
     for update of tombstones skip locked
 ),
 purged as (
     delete from {table} as tombstones
     using locked
-    where tombstones.id = locked.id
+    where tombstones.id = locked.id and tombstones.owner_id = locked.owner_id
     returning tombstones.owner_id, tombstones.revision
 ),
 batches as (

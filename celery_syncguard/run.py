@@ -30,7 +30,7 @@ from celery_syncguard.guard import lock_held
 from celery_syncguard.interrupt import Interrupt, interrupt_for
 from celery_syncguard.key import MAX_KEY_BYTES, RESERVED_PREFIX, new_lock_id, public_key
 from celery_syncguard.lease import Lease
-from celery_syncguard.message import HEADER, claim_of, header_of
+from celery_syncguard.message import HEADER, carried_options, claim_of, header_of
 from celery_syncguard.options import TaskOptions
 from celery_syncguard.process import default_holder, process_id
 from celery_syncguard.skipped import Skipped
@@ -135,7 +135,11 @@ class Run:
         if state in (None, RETRY) or (isinstance(outcome, Reject) and outcome.requeue):
             return
         header = header_of(request.headers)
-        options = task.plan().options.replace(header.get("options", {}))
+        options = task.plan().options
+        try:
+            options = options.replace(carried_options(header))
+        except SyncGuardError:
+            pass  # that is what the task failed with
         if options.dedup_until != "ttl":
             cls(task, request, header, options)._end_claim(claim_key)  # noqa: SLF001 - our own class
 

@@ -58,6 +58,9 @@ AGAIN = (0.2, 5.0)
 #: Seconds without an answer after which a broker counts as down.
 _BROKER_PATIENCE = 10.0
 
+#: Seconds of looking at entries after which a tick returns, though not all have been looked at.
+_LOOKING = 1.0
+
 #: More than there is between two slots of any schedule: the longest are the years between two 29ths of February.
 _LONG_AGO = timedelta(days=3000)
 
@@ -114,6 +117,7 @@ class _SlotSending:
     Producer: Any
 
     failure: str | None = None
+    moved_at = 0.0  # the local clock when it last got somewhere: looked at an entry, or sent a slot
     _in_slot = False
     _fresh = False  # the connection was made for this very attempt
     _at_broker = False  # the message is being published, or that failed
@@ -169,8 +173,8 @@ class _SlotSending:
         if self._heap is None or not self.schedules_equal(self.old_schedulers, schedule):
             self.old_schedulers = copy.copy(schedule)
             self.populate_heap()
-        heap = self._heap
-        while heap and heap[0].time <= clock.now():
+        heap, until = self._heap, clock.now() + _LOOKING
+        while heap and heap[0].time <= clock.now() < until:
             event = heapq.heappop(heap)
             entry, (due, delay) = event.entry, self._due(event.entry)
             if due:
@@ -206,9 +210,10 @@ class _SlotSending:
     def populate_heap(self, *_: Any, **__: Any) -> None:
         schedule = dict(self.schedule)
         self._enter(schedule)
-        heap = []
+        heap, until = [], clock.now() + _LOOKING
         for entry in schedule.values():
-            due, delay = self._due(entry)
+            # What is not looked at now is the first that the next ticks look at.
+            due, delay = self._due(entry) if clock.now() < until else (True, 0.0)
             heap.append(beat.event_t(self._when(entry, 0.0 if due else delay), 5, entry))
         heapq.heapify(heap)
         self._heap = heap
@@ -269,6 +274,7 @@ class _SlotSending:
 
     def is_due(self, entry: Any) -> tuple[bool, float]:
         """As Celery's: whether to send it now, and the seconds after which to look again."""
+        self.moved_at = clock.now()
         quiet = self._quiet_until - clock.now()
         if quiet > 0:
             return False, quiet
@@ -410,6 +416,7 @@ class _SlotSending:
             return
         with undisturbed():
             self._apply_slot(entry, place, slot)
+        self.moved_at = clock.now()
 
     def _apply_slot(self, entry: Any, place: _Place, slot: Slot) -> None:
         rest = place.pending[1:]

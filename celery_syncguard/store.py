@@ -67,11 +67,11 @@ class Grant:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """Somebody else's lease is live on the key: which one is always known, who its holder is may not be (None)."""
+    """Somebody else's lease is live on the key: which one is always known. None: its holder left that out, or wrote a fence that is no number."""
 
     key: str
     lock_id: str
-    fence: int
+    fence: int | None
     since: float
     remaining: float
     holder: str | None = None
@@ -122,11 +122,11 @@ class Release:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LockRow:
-    """A live lease as anybody sees it."""
+    """A live lease as anybody sees it. A `fence` that some other client wrote, and that is no number, is its text."""
 
     key: str
     lock_id: str
-    fence: int
+    fence: int | str
     acquired_at: datetime
     expires_at: datetime
     since: float

@@ -17,13 +17,17 @@ Not here: state (`slots`), and what to do about slots that were missed (`beat` a
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
 import re
-from collections.abc import Sequence
-from datetime import datetime, timedelta, timezone
-from datetime import time as time_of_day
+from calendar import monthrange
+from collections.abc import Iterator, Sequence
+from datetime import MAXYEAR, MINYEAR, date, datetime, timedelta, timezone, tzinfo
 from typing import Any
 
 from celery.schedules import BaseSchedule, crontab, schedule, solar
+from celery.utils.time import LocalTimezone
 
 __all__ = ["LATE", "MAX_MISSED", "choose", "describe", "due_between", "grid_start", "next_due"]
 
@@ -33,11 +37,13 @@ MAX_MISSED = 64
 #: A slot is missed when the next one is due as well, or when it is this late.
 LATE = timedelta(seconds=60)
 
-_HOURS_OF_CHANGE = timedelta(hours=3)
-_DAYS_AHEAD = 41 * 366
 _SHORTEST = timedelta(milliseconds=1)
-_LOOK_BACK = tuple(timedelta(hours=hours) for hours in (1, 8, 72, 24 * 24, 200 * 24, 1600 * 24))
-_MANY = 10_000
+_TICK = timedelta(microseconds=1)
+_DAY = timedelta(days=1)
+#: A 29th of February that is a given day of the week comes within so many years.
+_YEARS = 41
+#: The most steps of one walk along a schedule that is asked for one slot after the other, and the most walks of a look.
+_STEPS, _WALKS = 100, 8
 #: A solar event is computed from a full hour at least this long before it. Events of one kind are more than twice as far
 #: apart.
 _BEFORE_EVENT = timedelta(hours=6)
@@ -77,8 +83,11 @@ def next_due(plan: Any, after: datetime) -> datetime | None:
 
 
 def due_between(plan: Any, *, after: datetime, now: datetime) -> tuple[list[datetime], bool]:
-    """The slots later than `after` and not later than `now`, in order: the latest of them, at least `MAX_MISSED` where
-    there are so many. And whether there were more.
+    """The slots later than `after` and not later than `now`, in order: the latest `MAX_MISSED` of them. And whether there
+    were more.
+
+    A look takes bounded time, whatever lies in between. Of a schedule that is asked for one slot after the other and that
+    missed more than 100 of them, it may find fewer than `MAX_MISSED`; it always finds the latest.
     """
     if _is_interval(plan):
         every = _every(plan)
@@ -86,16 +95,9 @@ def due_between(plan: Any, *, after: datetime, now: datetime) -> tuple[list[date
         first = max(1, count - MAX_MISSED + 1)
         return [after + every * number for number in range(first, count + 1)], first > 1
     if _is_crontab(plan):
-        for window in _LOOK_BACK:
-            start = max(after, now - window)
-            slots = _chain(plan, start, now)
-            if start == after or len(slots) > MAX_MISSED:
-                return slots, start != after
-        return slots, True
-    slots = _chain(plan, after, now)
-    if len(slots) < _MANY:
-        return slots, False
-    return _chain(plan, now - _LOOK_BACK[0], now), True
+        latest = list(itertools.islice(_crontab_backwards(plan, after, now), MAX_MISSED + 1))
+        return latest[:MAX_MISSED][::-1], len(latest) > MAX_MISSED
+    return _walk_back(plan, after, now)
 
 
 def grid_start(plan: Any, *, last_due_at: datetime, since_at: datetime) -> datetime:
@@ -114,13 +116,36 @@ def once_only(plan: Any) -> datetime | None:
     return instant.astimezone(timezone.utc) if isinstance(instant, datetime) else None
 
 
-def _chain(plan: Any, after: datetime, now: datetime) -> list[datetime]:
+def _walk(plan: Any, after: datetime, now: datetime) -> tuple[list[datetime], bool]:
+    """The slots that `_STEPS` steps find, and whether these are all up to `now`."""
     slots: list[datetime] = []
     due = next_due(plan, after)
-    while due is not None and due <= now and len(slots) < _MANY:
+    while due is not None and due <= now:
         slots.append(due)
+        if len(slots) == _STEPS:
+            return slots, False
         due = next_due(plan, due)
-    return slots
+    return slots, True
+
+
+def _walk_back(plan: Any, after: datetime, now: datetime) -> tuple[list[datetime], bool]:
+    """As `due_between`, for a schedule that only tells its next slot: from `after` on, or after a long gap from a later
+    instant, such that a look has a bound.
+    """
+    early, arrived = _walk(plan, after, now)
+    if arrived:
+        return early, False
+    latest: list[datetime] = []
+    back = (early[-1] - after) * 0.9
+    for _ in range(_WALKS):
+        start = max(after, now - back)
+        slots, arrived = _walk(plan, start, now)
+        if arrived:
+            latest = slots
+        if latest and (not arrived or len(latest) >= MAX_MISSED or start == after):
+            break
+        back = back * 2 if arrived else back / 4
+    return (latest or early)[-MAX_MISSED:], True
 
 
 def _every(plan: schedule) -> timedelta:
@@ -175,57 +200,139 @@ def _event(plan: solar, after: datetime) -> datetime:
     return whole if whole == exact else whole + timedelta(seconds=1)
 
 
+# A crontab. As long as its zone keeps its offset, a wall time and its instant are the same distance apart. So the time is
+# cut where the clock changes, and in each stretch only the crontab's fields are left. Wall times are naive here.
+
+
 def _next_of_crontab(plan: crontab, after: datetime) -> datetime | None:
-    zone = plan.tz
-    local = after.astimezone(zone).replace(tzinfo=None)
-    before, behind = (after - _HOURS_OF_CHANGE).astimezone(zone), (after + _HOURS_OF_CHANGE).astimezone(zone)
-    # Near a change of the clock wall times do not come in the order of instants: look at all around.
-    start = local if before.utcoffset() == behind.utcoffset() else local - _HOURS_OF_CHANGE
-    hours, minutes = sorted(plan.hour), sorted(plan.minute)
-    every_hour = len(hours) == 24
-    best: datetime | None = None
-    best_local = start
-    for days in range(_DAYS_AHEAD):
-        day = start.date() + timedelta(days=days)
-        if best is not None and datetime.combine(day, time_of_day()) > best_local + _HOURS_OF_CHANGE:
-            return best
-        if (
-            day.month not in plan.month_of_year
-            or day.day not in plan.day_of_month
-            or day.isoweekday() % 7 not in plan.day_of_week
-        ):
+    start = after.astimezone(timezone.utc) + _TICK
+    while True:
+        # An offset is less than a day: days before this one are over, and this one's slots are not earlier than that.
+        day = _matching_day(plan, (start - _DAY).date())
+        if day is None:
+            return None
+        start = max(start, _midnight(day) - _DAY)
+        slot = next(_crontab_within(plan, start, start + _DAY), None)
+        if slot is not None:
+            return slot
+        start += _DAY
+
+
+def _crontab_backwards(plan: crontab, after: datetime, now: datetime) -> Iterator[datetime]:
+    """The slots later than `after` and not later than `now`, the latest first."""
+    after, end = after.astimezone(timezone.utc) + _TICK, now.astimezone(timezone.utc) + _TICK
+    while after < end:
+        day = _matching_day(plan, (end + _DAY).date(), backwards=True)
+        if day is None:
+            return
+        end = min(end, _midnight(day) + 2 * _DAY)
+        start = max(after, end - _DAY)
+        if start < end:
+            yield from _crontab_within(plan, start, end, backwards=True)
+        end = start
+
+
+def _crontab_within(plan: crontab, start: datetime, end: datetime, *, backwards: bool = False) -> Iterator[datetime]:
+    """The slots from `start` to before `end`, which are a day apart at most; in order, or the latest first."""
+    stretches = _stretches(plan.tz, start, end, second_pass=len(plan.hour) == 24)
+    slots = [
+        _instants(_walls(plan, first + offset, last + offset, backwards=backwards), offset)
+        for first, last, offset in stretches
+        if first < last
+    ]
+    seen: datetime | None = None
+    for slot in heapq.merge(*slots, reverse=backwards):
+        if slot != seen:
+            yield slot
+        seen = slot
+
+
+def _stretches(
+    zone: tzinfo, start: datetime, end: datetime, *, second_pass: bool
+) -> Iterator[tuple[datetime, datetime, timedelta]]:
+    """Stretches (first instant, end, offset) of which every wall time counts. No zone changes its clock by more than a
+    day, or twice in a day.
+    """
+    since, offset = start - _DAY, _offset(start - _DAY, zone)
+    for looked, look in ((since, start), (start, end)):
+        before, offset = offset, _offset(look, zone)
+        if before == offset:
+            continue
+        change = _change(looked, look, zone)
+        yield max(since, start), min(change, end), before
+        since = change
+        if before < offset:
+            # Of the wall times that do not exist: where they would have come without the change.
+            yield max(change, start), min(change + (offset - before), end), before
+        elif not second_pass:
+            since = change + (before - offset)
+    yield max(since, start), end, offset
+
+
+def _change(before: datetime, after: datetime, zone: tzinfo) -> datetime:
+    """The first instant, in whole seconds, with the later one's offset."""
+    old, since = _offset(before, zone), before.replace(microsecond=0)
+    low, high = 0, math.ceil((after - since).total_seconds())
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _offset(since + timedelta(seconds=middle), zone) == old:
+            low = middle
+        else:
+            high = middle
+    return since + timedelta(seconds=high)
+
+
+def _walls(plan: crontab, start: datetime, end: datetime, *, backwards: bool) -> Iterator[datetime]:
+    """The wall times that match, from `start` to before `end`."""
+    start, end = start.replace(tzinfo=None), end.replace(tzinfo=None)
+    days = [start.date() + timedelta(days=number) for number in range((end.date() - start.date()).days + 1)]
+    hours, minutes = sorted(plan.hour, reverse=backwards), sorted(plan.minute, reverse=backwards)
+    for day in reversed(days) if backwards else days:
+        if not _matches(plan, day):
             continue
         for hour in hours:
-            if days == 0 and hour < start.hour:
+            whole = datetime(day.year, day.month, day.day, hour)  # noqa: DTZ001 - a wall time
+            if whole + _HOUR <= start or whole >= end:
                 continue
             for minute in minutes:
-                wall = datetime.combine(day, time_of_day(hour, minute))
-                if wall < start:
+                wall = whole.replace(minute=minute)
+                if start <= wall < end:
+                    yield wall
+
+
+def _instants(walls: Iterator[datetime], offset: timedelta) -> Iterator[datetime]:
+    for wall in walls:
+        yield (wall - offset).replace(tzinfo=timezone.utc)
+
+
+def _matches(plan: crontab, day: date) -> bool:
+    return day.month in plan.month_of_year and day.day in plan.day_of_month and day.isoweekday() % 7 in plan.day_of_week
+
+
+def _matching_day(plan: crontab, day: date, *, backwards: bool = False) -> date | None:
+    """The first day that matches, from this one on; or the last one, up to this one."""
+    if _matches(plan, day):
+        return day
+    months, days = sorted(plan.month_of_year, reverse=backwards), sorted(plan.day_of_month, reverse=backwards)
+    for years in range(_YEARS):
+        year = day.year - years if backwards else day.year + years
+        if not MINYEAR <= year <= MAXYEAR:
+            return None
+        for month in months:
+            for number in days:
+                if number > monthrange(year, month)[1]:
                     continue
-                if best is not None and wall > best_local + _HOURS_OF_CHANGE:
-                    return best
-                for instant in _instants(wall, zone, both=every_hour):
-                    if instant > after and (best is None or instant < best):
-                        best, best_local = instant, wall
-                if best is not None and best_local == wall and start == local and _calm(best, zone):
-                    return best
-    return best
+                found = date(year, month, number)
+                if (found <= day if backwards else found >= day) and _matches(plan, found):
+                    return found
+    return None
 
 
-def _instants(wall: datetime, zone: Any, *, both: bool) -> list[datetime]:
-    # Of a time that does not exist, fold 0 means: counted with the offset from before the change.
-    first = wall.replace(tzinfo=zone, fold=0)
-    second = wall.replace(tzinfo=zone, fold=1)
-    instants = [first.astimezone(timezone.utc)]
-    if both and _offset(first) > _offset(second):
-        instants.append(second.astimezone(timezone.utc))
-    return instants
+def _midnight(day: date) -> datetime:
+    return datetime(day.year, day.month, day.day, tzinfo=timezone.utc)
 
 
-def _calm(instant: datetime, zone: Any) -> bool:
-    around = [(instant + shift).astimezone(zone) for shift in (-_HOURS_OF_CHANGE, _HOURS_OF_CHANGE)]
-    return _offset(around[0]) == _offset(around[1])
-
-
-def _offset(instant: datetime) -> timedelta:
-    return instant.utcoffset() or timedelta()
+def _offset(instant: datetime, zone: tzinfo) -> timedelta:
+    # Celery's own zone for "the system's" is an hour off around a change.
+    there = instant.astimezone(None if isinstance(zone, LocalTimezone) else zone)
+    return there.utcoffset() or timedelta()

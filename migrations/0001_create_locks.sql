@@ -283,7 +283,8 @@ BEGIN
   END IF;
 
   lock_id := v_row.lock_id;
-  fence := v_row.fence::bigint;
+  -- Other clients write this table too: a fence that is no number is null, and the answer is what it is.
+  fence := CASE WHEN v_row.fence ~ '^[0-9]{1,18}$' THEN v_row.fence::bigint END;
   acquired_at_ms := v_row.acquired_at_ms;
   expires_at_ms := v_row.expires_at_ms;
   now_ms := syncguard_clock_ms();
@@ -608,13 +609,13 @@ $$;
 -- The live leases, or the one on p_key, oldest first.
 CREATE FUNCTION syncguard_list(p_key TEXT DEFAULT NULL, p_limit INTEGER DEFAULT NULL)
 RETURNS TABLE (
-  key TEXT, lock_id TEXT, fence BIGINT, acquired_at_ms BIGINT, expires_at_ms BIGINT, now_ms BIGINT,
+  key TEXT, lock_id TEXT, fence TEXT, acquired_at_ms BIGINT, expires_at_ms BIGINT, now_ms BIGINT,
   holder TEXT, task_id TEXT, attempt INTEGER
 )
 LANGUAGE sql VOLATILE
 SET search_path FROM CURRENT
 AS $$
-  SELECT l.key, l.lock_id, l.fence::bigint, l.acquired_at_ms, l.expires_at_ms, t.now_ms,
+  SELECT l.key, l.lock_id, l.fence, l.acquired_at_ms, l.expires_at_ms, t.now_ms,
     CASE WHEN l.holder_lock_id = l.lock_id THEN l.holder END,
     CASE WHEN l.holder_lock_id = l.lock_id THEN l.task_id END,
     CASE WHEN l.holder_lock_id = l.lock_id THEN l.attempt END

@@ -415,3 +415,157 @@ def test_replicas_that_do_not_ask_for_the_horizon_keep_what_was_deleted(connect,
     bound = lambda connection, owner, cursor: revisions.current_revision(connection, owner)  # noqa: E731
     replicas, there = replicas_after_a_storm(connect, owner, bound)
     assert all(replica.notes > there for replica in replicas)
+
+
+# --- pages ----------------------------------------------------------------------------------------------------------
+
+LAST_ID = uuid.UUID(int=2**128 - 1)
+
+
+def first_load(connection: Any, owner: uuid.UUID, between: Callable[[int], None], *, size: int = 10) -> tuple[Any, int]:
+    """A whole pull from 0 in pages as the guide shows it, with something else between any two of them."""
+    seen: dict[uuid.UUID, int] = {}
+    bound, after, pages = None, (0, LAST_ID), 0
+    while True:
+        with connection.transaction():
+            bound = revisions.guard_pull(connection, owner, 0, bound=bound)
+            rows = connection.execute(
+                "select id, revision from notes where owner_id = %s and (revision, id) > (%s, %s) and revision <= %s"
+                " order by revision, id limit %s",
+                [owner, *after, bound, size],
+            ).fetchall()
+        pages += 1
+        assert pages < 100, "it does not end"
+        seen.update(rows)
+        if len(rows) < size:
+            return seen, bound
+        after = (rows[-1][1], rows[-1][0])
+        between(pages)
+
+
+def test_a_first_load_in_pages_ends_whatever_is_purged_between_them(connect, owner):
+    connection, other = connect(), connect()
+    notes = [write(connection, owner) for _ in range(35)]
+
+    def between(page: int) -> None:
+        write(other, owner, notes[34 - page], deleted=True)  # not reached yet, and now behind the bound
+        write(other, owner, notes[page], deleted=True)  # read already
+        assert purge(other).rows == 2
+
+    seen, bound = first_load(connection, owner, between)
+    assert bound == 35
+    assert live(connection, owner) <= set(seen)
+    # What was deleted meanwhile is forgotten already: the next pull says so, as it must.
+    with pytest.raises(revisions.ResyncRequired):
+        revisions.guard_pull(connection, owner, bound)
+
+
+def test_pages_by_the_last_revision_as_cursor_never_end(connect, owner):
+    """The negative control: a purged tombstone anywhere behind the first page sends the reader back each time."""
+    connection = connect()
+    for number in range(35):
+        write(connection, owner, deleted=number == 25)
+    purge(connection)
+    assert revisions.guard_pull(connection, owner, 0) == 35
+    with pytest.raises(revisions.ResyncRequired):
+        revisions.guard_pull(connection, owner, 10)
+
+
+def test_rows_under_one_revision_are_not_cut_in_two_by_a_page(connect, owner):
+    connection = connect()
+    with connection.transaction():
+        revision = revisions.next_revision(connection, owner)
+        connection.execute(
+            "insert into notes select gen_random_uuid(), %s, null, %s from generate_series(1, 25)", [owner, revision]
+        )
+    seen, bound = first_load(connection, owner, lambda _: None)
+    assert (len(seen), bound) == (25, 1)
+    # The control: by the revision alone the second page has nothing.
+    rows = connection.execute("select id from notes where owner_id = %s and revision > 1", [owner]).fetchall()
+    assert rows == []
+
+
+def test_what_is_written_between_pages_comes_with_the_next_pull(connect, owner):
+    connection, other = connect(), connect()
+    notes = [write(connection, owner) for _ in range(30)]
+    seen, bound = first_load(connection, owner, lambda page: write(other, owner, notes[29 - page]) and None)
+    later = connection.execute("select id from notes where owner_id = %s and revision > %s", [owner, bound]).fetchall()
+    assert set(seen) | {note for (note,) in later} == set(notes)
+
+
+@pytest.mark.parametrize("bound", [-1, True, "5", 2.0, 3])
+def test_what_is_no_bound_of_this_pull_is_refused(connect, owner, bound):
+    with pytest.raises(ValueError, match="bound"):
+        revisions.guard_pull(connect(), owner, 4, bound=bound)
+
+
+def test_a_bound_from_a_lost_future_must_start_again(connect, owner):
+    connection = connect()
+    write(connection, owner)
+    with pytest.raises(revisions.ResyncRequired, match="bound 7 of cursor 0"):
+        revisions.guard_pull(connection, owner, 0, bound=7)
+
+
+# --- a row moves to another owner -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def movable(dsn: str) -> None:
+    with psycopg.connect(dsn) as connection:
+        connection.execute("alter table notes drop constraint notes_pkey, add primary key (owner_id, id)")
+
+
+def move(connection: Any, note: uuid.UUID, old: uuid.UUID, new: uuid.UUID) -> None:
+    with connection.transaction():
+        numbers = revisions.next_revisions(connection, [old, new])
+        connection.execute(
+            "insert into notes select id, %s, null, %s from notes where owner_id = %s and id = %s"
+            " on conflict (owner_id, id) do update set revision = excluded.revision, deleted_at = null",
+            [new, numbers[new], old, note],
+        )
+        connection.execute(
+            "update notes set deleted_at = %s, revision = %s where owner_id = %s and id = %s",
+            [hour_ago(connection), numbers[old], old, note],
+        )
+
+
+def put(connection: Any, owner: uuid.UUID) -> uuid.UUID:
+    note = uuid.uuid4()
+    with connection.transaction():
+        connection.execute(
+            "insert into notes values (%s, %s, null, %s)", [note, owner, revisions.next_revision(connection, owner)]
+        )
+    return note
+
+
+def test_readers_of_both_owners_see_a_row_move_there_and_back(connect, dsn, owner, movable):
+    connection, other = connect(), new_owner(dsn)
+    note = put(connection, owner)
+    ours, theirs = Replica(owner), Replica(other)
+    for old, new, at_ours in [(owner, other, False), (other, owner, True), (owner, other, False)]:
+        move(connection, note, old, new)
+        ours.pull(connection)
+        theirs.pull(connection)
+        assert (note in ours.notes, note in theirs.notes) == (at_ours, not at_ours)
+
+
+def test_a_purge_of_the_tombstone_leaves_the_moved_row_alone(connect, dsn, owner, movable):
+    connection, other = connect(), new_owner(dsn)
+    note = put(connection, owner)
+    move(connection, note, owner, other)
+    batch = purge(connection)
+    assert (batch.rows, set(batch.horizons)) == (1, {owner})
+    assert live(connection, other) == {note}
+
+
+def test_an_update_of_the_owner_leaves_the_row_with_the_old_owners_readers(connect, dsn, owner):
+    """The negative control."""
+    connection, other = connect(), new_owner(dsn)
+    note = write(connection, owner)
+    ours = Replica(owner)
+    ours.pull(connection)
+    with connection.transaction():
+        numbers = revisions.next_revisions(connection, [owner, other])
+        connection.execute("update notes set owner_id = %s, revision = %s where id = %s", [other, numbers[other], note])
+    ours.pull(connection)
+    assert note in ours.notes

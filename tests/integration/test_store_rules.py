@@ -574,3 +574,38 @@ def test_a_stricter_default_isolation_changes_nothing(level: str, pg_dsn: str, s
         assert store.release(Release(key="k", lock_id=lease.lock_id))
     assert fences == sorted(set(fences))
     store.close()
+
+
+# What other clients write
+
+
+@pytest.mark.parametrize("fence", ["", "twelve", "-5", "1.5", "9" * 40, "000000000000007 "])
+def test_a_row_whose_fence_is_no_number_is_shown_as_what_it_is(store, session, fence) -> None:
+    row = grant(store, "odd")
+    grant(store, "even")
+    session.execute("update syncguard_locks set fence = %s where key = 'odd'", [fence])
+    rows = {row.key: row for row in store.locks()}
+    assert rows["odd"].fence == (int(fence) if fence.isdigit() else fence)
+    assert rows["even"].fence > row.fence - 1_000
+    held = ask(store, "odd")
+    assert isinstance(held, Held)
+    assert held.fence is None
+    assert store.release(Release(key="odd", lock_id=rows["odd"].lock_id))
+    assert grant(store, "odd").fence > row.fence
+
+
+def test_one_such_row_would_fail_the_whole_list(store, session) -> None:
+    """The negative control: a list that reads fences as numbers."""
+    grant(store, "odd")
+    session.execute("update syncguard_locks set fence = 'twelve' where key = 'odd'")
+    with pytest.raises(psycopg.errors.InvalidTextRepresentation):
+        session.execute("select fence::bigint from syncguard_locks").fetchall()
+
+
+@pytest.mark.parametrize("ms", [9_000_000_000_000_000, 253_402_300_800_000])
+def test_a_row_with_an_impossible_instant_is_shown_too(store, session, ms) -> None:
+    grant(store, "odd")
+    session.execute("update syncguard_locks set expires_at_ms = %s where key = 'odd'", [ms])
+    (row,) = store.locks()
+    assert row.expires_at.year == 9999
+    assert row.remaining > 0

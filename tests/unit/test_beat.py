@@ -1,10 +1,11 @@
 """The leader's scheduler without a server: state in memory, messages on Celery's memory transport."""
 
+import dataclasses
 import gc
 import os
 import signal
 import threading
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 
 import pytest
 from celery import Celery, beat
@@ -142,6 +143,61 @@ def test_an_entry_that_cannot_be_understood_does_not_stop_the_others(scheduler, 
     hand.ahead += 11
     poll(lambda: one.tick() is not None and ("good" in {entry for entry, _ in sent(one)}))
     assert "bad" in caplog.text
+
+
+def slow_entries(hand, number, seconds, look=lambda: None, **fields):
+    """Entries each of which takes so long to be looked at, and what each `look` returned."""
+    looks = []
+
+    class Slow(crontab):
+        def remaining_estimate(self, last_run_at):
+            looks.append(look())
+            hand.ahead += seconds
+            return super().remaining_estimate(last_run_at)
+
+    return {f"slow {number}": {"task": "note", "schedule": Slow(**fields)} for number in range(number)}, looks
+
+
+def test_a_tick_ends_in_a_second_or_two_however_many_entries_there_are_to_look_at(scheduler, monkeypatch):
+    hand = Clock(monkeypatch)
+    schedule, looks = slow_entries(hand, 40, 0.3)
+    one = lead(scheduler(make_app(schedule, syncguard_leader_ttl=3600)))
+    most = 0
+    while len({entry for entry, _ in sent(one)}) < 40:
+        before = len(looks)
+        one.tick()
+        hand.ahead += 0.2
+        most = max(most, len(looks) - before)
+        assert len(looks) < 2000
+    assert most <= 8
+
+
+class AllInOneTick(beat.Scheduler):
+    """A class with a tick of its own, which returns when all has been looked at."""
+
+    def tick(self, *_, **__):
+        for entry in list(self.schedule.values()):
+            if self.is_due(entry)[0]:
+                self.apply_entry(entry, producer=self.producer)
+        self._heap = []
+        return 1.0
+
+
+@pytest.mark.parametrize("protection", ["by progress", "by ticks"])
+def test_a_leader_that_works_for_long_is_not_one_that_hangs(scheduler, monkeypatch, protection):
+    """A tick of minutes, in which entry after entry is looked at. The negative control goes by whole ticks."""
+    hand = Clock(monkeypatch)
+    if protection == "by ticks":
+        monkeypatch.setattr(LeaderScheduler, "_moved_at", lambda self: self._ticked_at)
+    far = datetime.now(timezone.utc) + timedelta(days=10)
+    schedule, alive = slow_entries(hand, 30, 7.0, lambda: one._leadership._alive(), day_of_month=far.day)
+    app = make_app(schedule, syncguard_beat_scheduler=AllInOneTick, syncguard_leader_ttl=3600)
+    one = scheduler(app)
+    one._begin()
+    one._settings = dataclasses.replace(one._settings, leader_ttl=3)  # so that its patience is a minute
+    poll(lambda: one.tick() is not None and alive)
+    assert len(alive) >= 30  # all of that was one tick
+    assert all(alive) == (protection == "by progress")
 
 
 def test_a_name_that_cannot_be_stored_leaves_out_its_entry_alone(scheduler, monkeypatch, caplog):

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from celery_syncguard import SyncGuard, cli, console, migrate
 from celery_syncguard.config import Settings
 from celery_syncguard.connection import describe_dsn
+from celery_syncguard.doctor import examine
 from celery_syncguard.errors import ImproperlyConfigured
 
 COMMANDS = ["demo", "doctor", "locks", "migrate", "prune", "release", "sql", "status"]
@@ -148,6 +149,14 @@ DSNS = [
     f"postgresql+psycopg2://u:{SECRET}@127.0.0.1/x",
     f"postgresql://u:{SECRET}@127.0.0.1:port/x",
     f"postgresql://u@127.0.0.1:1/x?password={SECRET}&nonsense=1",
+    # An unescaped separator in the password: libpq takes the rest for a host, a port, a database or an option.
+    f"postgresql://u:x@{SECRET}@127.0.0.1:1/x",
+    f"postgresql://u:x/{SECRET}@127.0.0.1:1/x",
+    f"postgresql://u:{SECRET}/x@127.0.0.1:1/x",
+    f"postgresql://u:1/{SECRET}@127.0.0.1:1/x",
+    f"postgresql://u:1@{SECRET}/x@127.0.0.1:1/x",
+    f"postgresql://u:1/x?dbname={SECRET}@127.0.0.1:1/x",
+    f"host=127.0.0.1 port={SECRET} user=u dbname=x",
 ]
 
 
@@ -166,6 +175,37 @@ def test_a_password_is_in_no_message_no_log_and_no_traceback(dsn, caplog):
     assert SECRET not in describe_dsn(dsn)
 
 
+@pytest.mark.parametrize("dsn", DSNS[-7:])
+def test_a_dsn_whose_parts_are_ambiguous_is_refused_with_the_remedy(dsn):
+    with pytest.raises(ImproperlyConfigured, match="%40"):
+        SyncGuard(dsn)
+
+
+def test_a_password_cut_in_two_would_be_shown():
+    """The negative control: what libpq makes of an unescaped separator."""
+    import psycopg
+
+    parameters = psycopg.conninfo.conninfo_to_dict(f"postgresql://u:x@{SECRET}@127.0.0.1:1/x")
+    assert SECRET in parameters["host"]
+
+
+@pytest.mark.parametrize(
+    "dsn",
+    [
+        "postgresql://u:p%40s%2Fs@h:5433/d",
+        "postgresql://h1:5432,h2:5433/d?target_session_attrs=any",
+        "postgresql://[::1]/d",
+        "postgresql:///d?host=/var/run/postgresql",
+        "host=@abstract dbname=d",
+        "host=fe80::1%eth0 dbname=d",
+        "user=u@server password=p@ss/word host=h",
+    ],
+)
+def test_a_dsn_that_can_be_read_in_one_way_only_is_accepted(dsn):
+    SyncGuard(dsn).close()
+    assert "ambiguous" not in describe_dsn(dsn)
+
+
 def test_the_password_that_is_looked_for_can_be_found():
     """The negative control: this is what a careless library would show."""
     import psycopg
@@ -173,6 +213,29 @@ def test_the_password_that_is_looked_for_can_be_found():
     with pytest.raises(psycopg.ProgrammingError) as caught:
         psycopg.conninfo.conninfo_to_dict(DSNS[3])
     assert SECRET in str(caught.value)
+
+
+# One line, whatever is wrong
+
+
+def test_a_broker_that_nobody_knows_is_a_check_that_fails_and_no_traceback():
+    app = Celery("unknown", broker="nosuch://u:s3cr3t@h", set_as_current=False)
+    found = {check.name: check for check in examine(Settings(dsn="postgresql://u@127.0.0.1:1/d"), app=app)}
+    assert found["broker"].status == "fail"
+    assert "no such transport" in found["broker"].message
+    assert "s3cr3t" not in str(found)
+    assert found["connection"].status == "fail"  # the checks went on
+
+
+@pytest.mark.parametrize("command", [["locks"], ["prune"], ["status"], ["migrate"]])
+def test_without_a_server_a_command_says_one_line(command):
+    environment = {**os.environ, "SYNCGUARD_DSN": "postgresql://u@127.0.0.1:1/d?connect_timeout=1"}
+    program = [sys.executable, "-c", "from celery_syncguard.cli import main; main()", *command]
+    answer = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    assert answer.returncode == 1
+    assert answer.stdout == ""
+    (line,) = answer.stderr.splitlines()
+    assert "Connection refused" in line
 
 
 # Settings of an application

@@ -381,3 +381,72 @@ def test_hlc_needs_neither_psycopg_nor_celery():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
     assert done.stdout.strip() == "True"
+
+
+# A clock that was far ahead
+
+YEAR_MS = 365 * 86_400_000
+
+
+class Time:
+    """A machine's time that can be set wrong and right again."""
+
+    def __init__(self):
+        self.ms = 1_700_000_000_000
+
+    def __call__(self):
+        return self.ms
+
+
+def poisoned(max_drift=60):
+    time = Time()
+    clock = HybridLogicalClock("phone", max_drift=max_drift, physical=time)
+    time.ms += YEAR_MS
+    clock.now()
+    time.ms -= YEAR_MS
+    return clock, time
+
+
+@pytest.mark.parametrize("max_drift", [60, None])
+def test_a_clock_that_is_far_ahead_says_so_once(caplog, max_drift):
+    clock, _ = poisoned(max_drift)
+    assert caplog.records == [], "while it agrees with its machine nobody can know"
+    for _ in range(3):
+        clock.now()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "31536000 s ahead" in record.getMessage()
+    assert clock.ahead == pytest.approx(YEAR_MS / 1000)
+
+
+def test_it_is_told_too_where_a_sender_or_saved_state_was_ahead(caplog):
+    clock, time = poisoned()
+    restarted = HybridLogicalClock.from_json(clock.to_json(), device_id="phone", max_drift=60, physical=time)
+    restarted.now()
+    open_hearted = HybridLogicalClock("server", physical=time)
+    open_hearted.observe(restarted.now())
+    assert ["phone" in caplog.text, "server" in caplog.text] == [True, True]
+
+
+def test_a_clock_that_follows_honest_ones_says_nothing(caplog):
+    time = Time()
+    clock = HybridLogicalClock("phone", max_drift=60, physical=time)
+    for ahead_ms in (0, 10, 59_000):
+        clock.observe(encode(time.ms + ahead_ms, 0))
+        clock.now()
+    assert caplog.records == []
+    assert clock.ahead == pytest.approx(59)
+
+
+def test_a_reset_clock_is_heard_again_and_told_again():
+    clock, time = poisoned()
+    server = HybridLogicalClock("server", max_drift=60, physical=time)
+    with pytest.raises(hlc.TooFarAhead):
+        server.observe(clock.now())  # the control: what it stamps is refused, for a year
+    clock.reset()
+    assert clock.ahead == 0.0
+    stamp = clock.now()
+    assert stamp.wall_ms == time.ms
+    assert server.observe(stamp) > stamp
+    again = HybridLogicalClock.from_json(clock.to_json(), device_id="phone", physical=time)
+    assert again.now().wall_ms == time.ms
