@@ -28,7 +28,7 @@ from psycopg.pq.abc import PGconn
 from celery_syncguard import clock
 from celery_syncguard.errors import ImproperlyConfigured
 
-__all__ = ["Connection", "cancelled", "connection_parameters", "describe_dsn", "ended"]
+__all__ = ["Connection", "cancelled", "connection_parameters", "describe_dsn", "ended", "in_statement_mode"]
 
 #: So that a peer that vanished without a FIN is noticed in seconds. The user's own values win.
 _NETWORK = {
@@ -263,6 +263,11 @@ def ended(pgconn: PGconn, *, timeout: float) -> bool:
             _readable(pgconn.socket, left)
     except psycopg.Error:
         return True
+
+
+def in_statement_mode(exc: psycopg.Error) -> bool:
+    """Whether a pooler has refused a transaction because it gives out a server for one statement only."""
+    return isinstance(exc, psycopg.errors.ProtocolViolation) and "statement pooling mode" in str(exc)
 
 
 def _readable(number: int, timeout: float) -> bool:

@@ -10,6 +10,7 @@ Not here: a single connection (`connection`), which server it leads to (`hosts`)
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Iterator
@@ -41,8 +42,22 @@ _GIVING_UP = 3.0
 #: Seconds after which an unused connection may be closed.
 MAX_IDLE = 30.0
 
+#: Of psycopg's pool.
+_NAME = "syncguard"
+
 #: Inherited connections end here, so that nobody's destructor closes a socket that the parent still uses.
 _abandoned: list[Any] = []
+
+
+class _Told(logging.Filter):
+    """The driver's pool logs each attempt that fails, twice a second. Who asked is told, once, when he gives up."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        about = record.args[0] if isinstance(record.args, tuple) and record.args else None
+        return about != _NAME and not isinstance(about, Connection)
+
+
+logging.getLogger("psycopg.pool").addFilter(_Told())
 
 
 class Pool:
@@ -176,7 +191,7 @@ class Pool:
                     max_idle=MAX_IDLE,
                     num_workers=1,
                     reconnect_timeout=min(0.5, self._timeout),
-                    name="syncguard",
+                    name=_NAME,
                     open=True,
                 )
             return self._pool

@@ -23,7 +23,7 @@ from psycopg import sql
 
 from celery_syncguard import clock
 from celery_syncguard.caller import caller
-from celery_syncguard.connection import Connection, connection_parameters, describe_dsn
+from celery_syncguard.connection import Connection, connection_parameters, describe_dsn, in_statement_mode
 from celery_syncguard.errors import InvalidKey, SchemaBehind, StoreUnavailable, SyncGuardError
 from celery_syncguard.events import logger
 from celery_syncguard.hosts import Hosts
@@ -59,7 +59,13 @@ _QUERIES = {
 _TRANSIENT = (psycopg.OperationalError, psycopg.InterfaceError, pg.SerializationFailure, pg.DeadlockDetected)
 
 #: Operational errors that another connection would only meet again.
-_FINAL = (pg.LockNotAvailable, pg.QueryCanceled, pg.InvalidPassword, pg.InvalidAuthorizationSpecification)
+_FINAL = (
+    pg.LockNotAvailable,
+    pg.QueryCanceled,
+    pg.InvalidPassword,
+    pg.InvalidAuthorizationSpecification,
+    pg.ProtocolViolation,
+)
 
 _MISSING = (pg.UndefinedFunction, pg.UndefinedTable, pg.UndefinedColumn, pg.InvalidSchemaName)
 
@@ -410,7 +416,14 @@ def fact(exc: psycopg.Error, *, dsn: str, schema: str | None) -> SyncGuardError:
             f"that is missing"
         )
     if isinstance(exc, pg.ReadOnlySqlTransaction):
-        return StoreUnavailable(f"{where} is read-only (a standby, or default_transaction_read_only): {text}")
+        return StoreUnavailable(
+            f"{where} is read-only (a standby, default_transaction_read_only, or a pooler that sends us to a standby): {text}"
+        )
+    if in_statement_mode(exc):
+        return StoreUnavailable(
+            f"{where} is a pooler in statement mode, where no lock can be proved in a transaction: set pool_mode = "
+            f"transaction, or point syncguard_dsn past the pooler"
+        )
     if exc.sqlstate == "SG001":
         return SyncGuardError(f"{where}: {text}: the counter of this key has left its range and must be repaired")
     return StoreUnavailable(f"{where}: {text}")

@@ -258,6 +258,9 @@ def test_an_outage_is_told_once_by_the_listener_and_so_is_its_end(
         poll(lambda: pg_proxy.refused > refused + 3)
         assert len(lines()) == 1
         assert "cannot listen" in lines()[0]
+        with pytest.raises(errors.StoreUnavailable):
+            away.locks()
+        assert [one for one in caplog.records if one.name == "psycopg.pool"] == []
         pg_proxy.accept()
         poll(lambda: listener._listening.is_set())
         poll(lambda: len(lines()) == 2)
