@@ -7,7 +7,7 @@ them (`timetable`), so that every leader means the same slot by the same instant
 
 Invariants: a process that does not lead reads no schedule and sends nothing; not leading any more is no error and never
 ends the process; constructing connects to nothing (Celery does it twice); `close` may be called at any time, also from a
-signal handler, and again.
+signal handler, and again; any number of signals ends the process, and a beat inside a worker ends with that.
 
 Not here: how the leader's schedule sends a slot (`sending`), the state (`slots`), when something is due (`timetable`), election
 (`leadership`).
@@ -18,11 +18,15 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
+from billiard import common as billiard_common
+from billiard.process import current_process
 from celery import beat
-from celery.signals import beat_embedded_init
+from celery.signals import beat_embedded_init, beat_init
 from celery.utils.imports import load_extension_class_names, qualname, symbol_by_name
 from kombu.exceptions import OperationalError
 
@@ -66,7 +70,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         binding.attach(app)
         self._settings = binding.settings_for(app)
         self._guard = binding.guard_for(app)
-        self._class = scheduler_class(self._settings.beat_scheduler)
+        self._class = _inner_class(self._settings.beat_scheduler, app.conf.beat_scheduler)
         self._leadership: Leadership | None = None
         self._slots: Slots | None = None
         self._inner: Any = None
@@ -76,7 +80,10 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         self._complained = False
         self._busy = False  # a signal handler that runs now interrupts the schedule
         self._ticked_at = 0.0
+        self._parent: int | None = None  # the worker that this beat ends with
+        self._ending = False  # a signal said so
         self._closed = False
+        self._done = False  # closed, and nothing is left to be done
 
     @property
     def info(self) -> str:
@@ -105,7 +112,17 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
     # What Celery's service calls
 
     def tick(self, *_: Any, **__: Any) -> float:
-        """One look; the seconds to sleep before the next one."""
+        """One look; the seconds to sleep before the next one.
+
+        Raises:
+            SystemExit: this process was told to end, or the worker that it belongs to is gone.
+        """
+        if self._ending:
+            raise SystemExit  # once more: a schedule, or a destructor, may have swallowed the first one
+        if self._orphaned():
+            logger.warning("the worker that this beat belongs to (pid %s) is gone, so it ends", self._parent)
+            self._ending = True
+            raise SystemExit
         if self._closed:
             return _TURN
         self._ticked_at = clock.now()
@@ -144,8 +161,33 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
                 self._leadership.stop()
             # Last, since a broker that hangs may take its time over a connection that is to be closed.
             self._retire()
+            self._done = True
         finally:
             self._busy = False
+
+    # How the process ends
+
+    def end_by(self, signum: int) -> None:
+        """Have this signal end the process."""
+        signal.signal(signum, self._on_signal)
+
+    def end_with(self, parent: int) -> None:
+        """End when the process with this pid is not the parent any more, however it went."""
+        self._parent = parent
+
+    def _on_signal(self, _signum: int, _frame: Any) -> None:
+        # Sets flags and takes no lock: it may have interrupted whoever holds that, itself included. Celery's own handler
+        # closes the scheduler and sets an event; here that is left to what its service does once it is unwound.
+        if self._done:
+            return  # what is left is Celery's and Python's own end, which an exception would only spoil
+        again, self._ending = self._ending, True
+        if (again or self._busy) and self._leadership is not None:
+            # What was interrupted may hang, and what is to close it, too.
+            self._leadership.stop(timeout=1.0)
+        raise SystemExit
+
+    def _orphaned(self) -> bool:
+        return self._parent is not None and os.getppid() != self._parent
 
     # The tick
 
@@ -184,13 +226,17 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
                 self._guard,
                 key,
                 ttl=self._settings.leader_ttl,
-                alive=lambda: clock.now() - self._moved_at() < max(_PATIENCE, 4 * self._settings.leader_ttl),
+                alive=self._alive,
                 holder=f"celery beat on {socket.gethostname()} pid {os.getpid()}",
                 on_elected=lambda lease: signals.leader_elected.send(sender=key, term=lease.fence),
                 on_lost=lambda lease: signals.leader_lost.send(sender=key, term=lease.fence),
             )
             self._leadership.start()
         return self._leadership
+
+    def _alive(self) -> bool:
+        patience = max(_PATIENCE, 4 * self._settings.leader_ttl)
+        return clock.now() - self._moved_at() < patience and not self._orphaned()
 
     def _moved_at(self) -> float:
         # A tick may take long, for what it does: as long as entry after entry is looked at, nothing hangs.
@@ -205,6 +251,21 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         self._inner = self._build(lease, self._slots)
         self._term = lease
         self._next_tick = self._next_report = 0.0
+        self._tell_what_is_missing()
+
+    def _tell_what_is_missing(self) -> None:
+        """An entry that was put where this leader does not look is the same to it as one that nobody made."""
+        if self._settings.beat_scheduler is None and self._class is beat.Scheduler and _has_django_celery_beat():
+            logger.warning(
+                'django_celery_beat is installed, and its table is not led: set syncguard_beat_scheduler = "django", or '
+                '"celery.beat:Scheduler" if beat_schedule is meant'
+            )
+        elif _is_empty(self._inner):
+            logger.warning(
+                "leading an empty schedule, so nothing is sent: %s has no entries; if they are elsewhere, name the "
+                "scheduler class that has them in syncguard_beat_scheduler",
+                qualname(self._class),
+            )
 
     def _build(self, lease: Lease, slots: Slots) -> Any:
         args, kwargs = self._arguments
@@ -294,34 +355,72 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
             logger.warning("this beat %s: %s: %s", failure, type(exc).__name__, exc)
 
 
-def scheduler_class(wanted: str | type | None) -> type:
+def scheduler_class(wanted: str | type | None, *, setting: str = "syncguard_beat_scheduler") -> type:
     """The class of the schedule inside. `wanted`: the setting.
 
     Raises:
-        ImproperlyConfigured: no scheduler, or ours inside itself.
+        ImproperlyConfigured: no scheduler, ours inside itself, or one that cannot be inside.
     """
     if wanted is None:
         return beat.Scheduler  # type: ignore[no-any-return]
     try:
         found = symbol_by_name(wanted, aliases=dict(load_extension_class_names("celery.beat_schedulers")))
     except Exception as exc:
-        raise ImproperlyConfigured(f"syncguard_beat_scheduler: cannot load {wanted!r}: {exc}") from exc
+        raise ImproperlyConfigured(f"{setting}: cannot load {wanted!r}: {exc}") from exc
     if not isinstance(found, type) or not issubclass(found, beat.Scheduler):
-        raise ImproperlyConfigured(f"syncguard_beat_scheduler is a subclass of celery.beat.Scheduler, got {found!r}")
-    if issubclass(found, LeaderScheduler):
+        raise ImproperlyConfigured(f"{setting} is a subclass of celery.beat.Scheduler, got {found!r}")
+    if issubclass(found, LeaderScheduler) and setting == "syncguard_beat_scheduler":
         raise ImproperlyConfigured(
             "syncguard_beat_scheduler is the schedule inside the leader, it cannot be the leader"
+        )
+    if any(base.__module__.partition(".")[0] == "redbeat" for base in found.__mro__):
+        raise ImproperlyConfigured(
+            f"{setting} is {qualname(found)}, which has a lock of its own and sends entries that are Redis keys, not "
+            'slots: move them to beat_schedule or django-celery-beat, and set syncguard_beat_scheduler to "django", or '
+            'to "celery.beat:Scheduler" for beat_schedule'
         )
     return found
 
 
+def _inner_class(wanted: str | type | None, configured: str | type | None) -> type:
+    """The class of the schedule inside. Without a setting of ours it is the one that Celery's own setting names, which
+    `-S syncguard` on the command line passes over.
+
+    Raises:
+        ImproperlyConfigured: as `scheduler_class`.
+    """
+    if wanted is None and configured is not None:
+        found = scheduler_class(configured, setting="beat_scheduler")
+        # Celery's default means `beat_schedule`, whose state is ours to keep.
+        if found is not beat.PersistentScheduler and not issubclass(found, LeaderScheduler):
+            return found
+    return scheduler_class(wanted)
+
+
+def _has_django_celery_beat() -> bool:
+    registry = sys.modules.get("django.apps")  # not imported: not used
+    return bool(registry and registry.apps.apps_ready and registry.apps.is_installed("django_celery_beat"))
+
+
+def _is_empty(inner: Any) -> bool:
+    """Whether a schedule has no entry besides the one that Celery adds."""
+    is_empty = getattr(inner, "is_empty", None)
+    return bool(is_empty()) if is_empty is not None else not set(inner.schedule) - {"celery.backend_cleanup"}
+
+
+@beat_init.connect(weak=False)  # type: ignore[untyped-decorator]
+def _take_over_signals(sender: Any = None, **_: Any) -> None:
+    # Those of `celery beat` only: whoever runs Celery's service in a program of its own has handlers of its own.
+    if isinstance(sender.scheduler, LeaderScheduler) and threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            if getattr(signal.getsignal(signum), "__module__", None) == "celery.apps.beat":
+                sender.scheduler.end_by(signum)
+
+
 @beat_embedded_init.connect(weak=False)  # type: ignore[untyped-decorator]
-def _stop_embedded(sender: Any = None, **_: Any) -> None:
-    # `worker -B` ends its beat by SIGTERM, which Celery leaves at its default there: the end without a hand-over.
+def _end_with_worker(sender: Any = None, **_: Any) -> None:
+    # A worker ends its beat by one signal, sent once and not waited for; one that is killed sends none.
     if isinstance(sender.scheduler, LeaderScheduler):
-
-        def stop(_signum: int, _frame: Any) -> None:
-            sender.scheduler.close()
-            raise SystemExit
-
-        signal.signal(signal.SIGTERM, stop)
+        sender.scheduler.end_by(billiard_common.TERM_SIGNAL)
+        # Noted before the fork: the worker may be gone by now. It is the only name that billiard has for it.
+        sender.scheduler.end_with(getattr(current_process(), "_parent_pid", None) or os.getppid())

@@ -61,6 +61,12 @@ class SeesEdits:
         told = bool(super().schedule_changed())  # type: ignore[misc]
         return self._rows_changed() or told
 
+    def is_empty(self) -> bool:
+        """Whether no row is enabled besides the one that Celery adds. The schedule does not tell: it leaves out crontabs
+        that are hours away.
+        """
+        return not self.Model.objects.enabled().exclude(name="celery.backend_cleanup").exists()
+
     def _rows_changed(self) -> bool:
         now = clock.now()
         if self._compared_at is not None and now - self._compared_at < min(self.max_interval, _OFTEN_ENOUGH):

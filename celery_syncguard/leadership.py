@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,7 @@ from celery_syncguard.errors import SyncGuardError
 from celery_syncguard.events import logger
 from celery_syncguard.key import RESERVED_PREFIX, Fence, new_lock_id, normalize_key
 from celery_syncguard.lease import Lease, ttl_seconds
-from celery_syncguard.loop import Loop
+from celery_syncguard.loop import Bell, Loop
 from celery_syncguard.process import default_holder, process_id
 from celery_syncguard.store import Acquire, Dead, Done, Held, Release
 
@@ -126,8 +125,8 @@ class Leadership:
         self._asked_down = False
         self._busy = False  # a term may be on its way here, or is being given up
         self._stopping = False
-        self._stopped = threading.Event()
-        self._turn = threading.Condition()
+        self._stopped = Bell()
+        self._waiting: list[Bell] = []  # those of `elect` and `lost`; no lock, as a signal handler may interrupt these
         self._loop = Loop(f"syncguard-leader-{key}"[:60], self._step)
 
     def __repr__(self) -> str:
@@ -196,14 +195,23 @@ class Leadership:
 
     def _wait(self, holds: Callable[[], bool], timeout: float | None) -> bool:
         until = None if timeout is None else clock.now() + timeout
-        with self._turn:
+        told = Bell()
+        self._waiting.append(told)
+        try:
             while not holds():
                 left = None if until is None else until - clock.now()
                 if left is not None and left <= 0:
                     return False
                 # Deadlines pass without anybody telling.
-                self._turn.wait(0.25 if left is None else min(left, 0.25))
+                told.wait(0.25 if left is None else min(left, 0.25))
+                told.clear()
+        finally:
+            self._waiting.remove(told)
         return True
+
+    def _tell(self) -> None:
+        for told in tuple(self._waiting):
+            told.set()
 
     # What may be asked
 
@@ -221,8 +229,9 @@ class Leadership:
         """Give the term up and stand no more. False: after `timeout` seconds the release is still under way, or the answer
         to an election.
 
-        Takes no lock that the interrupted code may hold, so a signal handler may call it: the release is done by the
-        leadership's thread.
+        Takes no lock that the interrupted code may hold, so a signal handler may call it, also one that interrupts another:
+        the release is done by the leadership's thread. Where the interrupted code holds what that thread needs, the pool's
+        lock say, the answer is False, and a second call once that code is unwound waits for the rest.
         """
         self._stopping = True
         self._loop.wake()
@@ -334,9 +343,8 @@ class Leadership:
         self._heard = None
         self._ours = lease.lock_id
         lease.on_lost = self._noticed
-        with self._turn:
-            self._lease = lease
-            self._turn.notify_all()
+        self._lease = lease
+        self._tell()
         logger.info("elected: this process (%s) leads %r, term %d", lease.holder, self.key, lease.fence)
         self._call(self._on_elected, lease)
 
@@ -346,18 +354,17 @@ class Leadership:
             return
         self._busy = True  # before there is no lease to be seen: until the release is done, a stop has to wait for it
         try:
-            with self._turn:
-                self._lease = None
-                self._turn.notify_all()
+            self._lease = None
+            self._tell()
+            # Before it is logged: a signal handler that waits for this may have interrupted somebody who is logging.
             if lease.lost:
-                logger.warning(
-                    "standby: this process no longer leads %r, term %d is lost: %s", self.key, lease.fence, reason
-                )
                 # Its row may still be there, and would keep everybody waiting to its end.
                 with contextlib.suppress(SyncGuardError):
                     self._guard.store.release(Release(key=lease.key, lock_id=lease.lock_id))
+                logger.warning(
+                    "standby: this process no longer leads %r, term %d is lost: %s", self.key, lease.fence, reason
+                )
             else:
-                # Before it is logged: a signal handler that waits for this may have interrupted somebody who is logging.
                 lease.release()
                 logger.info("%s: this process leads %r no more, term %d is over", reason, self.key, lease.fence)
             self._call(self._on_lost, lease)

@@ -16,7 +16,7 @@ from celery_syncguard import clock
 from celery_syncguard.connection import Connection
 from celery_syncguard.events import logger
 from celery_syncguard.hosts import Hosts
-from celery_syncguard.loop import Loop
+from celery_syncguard.loop import Bell, Loop
 from celery_syncguard.pool import MAX_IDLE, Session
 
 __all__ = ["CHANNEL", "Listener"]
@@ -42,8 +42,8 @@ class Listener:
             session.forget()
         self._session = Session(self._hosts, timeout=self._timeout)
         self._mutex = threading.Lock()
-        self._waiters: dict[str, set[threading.Event]] = {}
-        self._listening = threading.Event()
+        self._waiters: dict[str, set[Bell]] = {}
+        self._listening = Bell()
         self._heard_on: Connection | None = None
         self._deaf = False
         self._last_used = clock.now()
@@ -54,7 +54,7 @@ class Listener:
 
         `announce` puts the waiter into the lock's row, and answers false if there is no lease to wait for.
         """
-        heard = threading.Event()
+        heard = Bell()
         with self._mutex:
             self._waiters.setdefault(key, set()).add(heard)
             self._last_used = clock.now()

@@ -1,15 +1,20 @@
-"""The only place that makes threads.
+"""The only place that makes threads, and what they wait for.
 
 A `Loop` calls one function again and again, each time after the number of seconds that the call before answered. Its
-thread is named, daemonic and waits on an event, so that it can be woken and stopped at once; start and stop may be
-repeated, a stop is bounded, and `stop(wait=False)` is safe inside a signal handler. An error in the function is logged
-and backed off with full jitter: a loop never dies of its work.
+thread is named, daemonic and waits for a bell, so that it can be woken and stopped at once; start and stop may be
+repeated, a stop is bounded, and `wake()` and `stop(wait=False)` are safe inside a signal handler. An error in the function
+is logged and backed off with full jitter: a loop never dies of its work.
+
+A `Bell` is used like a `threading.Event`, where a signal handler may come in between. An event takes a lock of its own, in
+Python code: a handler that finds it taken by the very code that it interrupted waits for ever, and a handler that raises in
+the wrong place (a soft time limit) leaves it taken for ever.
 
 Under gevent's monkey patching the thread is a greenlet, which is what a gevent program expects.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from collections.abc import Callable
@@ -17,10 +22,52 @@ from collections.abc import Callable
 from celery_syncguard import clock
 from celery_syncguard.events import logger
 
-__all__ = ["Loop"]
+__all__ = ["Bell", "Loop"]
 
 #: No wait is longer, so that a suspended machine or a lost wake-up costs at most this many seconds.
 LONGEST_WAIT = 1.0
+
+
+class Bell:
+    """An event that may be set, cleared and waited for at any step of any code, also by a signal handler that interrupted
+    one of these, and that survives an exception at any step of them.
+    """
+
+    __slots__ = ("_gate", "_set")
+
+    def __init__(self) -> None:
+        self._set = False
+        # Open while set. The flag decides; the gate is only what waits, and taking or opening it is one call into C.
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+        self._open()
+
+    def clear(self) -> None:
+        self._set = False
+        self._gate.acquire(blocking=False)
+        if self.is_set():  # by somebody in between, whom nobody must miss
+            self._open()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it is set; waits up to `timeout` seconds for that (None: as long as it takes)."""
+        until = None if timeout is None else clock.now() + timeout
+        while not self._set:
+            left = -1.0 if until is None else until - clock.now()
+            if (until is not None and left <= 0) or not self._gate.acquire(timeout=left):
+                return self.is_set()
+            if self.is_set():
+                self._open()  # for others who wait
+        return True
+
+    def _open(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it is open
+            self._gate.release()
 
 
 class Loop:
@@ -40,7 +87,7 @@ class Loop:
         self._step = step
         self._backoff = backoff
         self._mutex = threading.Lock()
-        self._event = threading.Event()
+        self._bell = Bell()
         self._thread: threading.Thread | None = None
         self._stopping = False
 
@@ -50,26 +97,25 @@ class Loop:
             if self.running:
                 return
             self._stopping = False
-            # A thread that was told to stop without being woken may still wait on the old event.
-            self._event.set()
-            self._event = threading.Event()
-            self._thread = threading.Thread(target=self._run, args=(self._event,), name=self._name, daemon=True)
+            # A thread that was told to stop may still be in its last step: it ends when it sees that it has no bell.
+            self._bell.set()
+            self._bell = Bell()
+            self._thread = threading.Thread(target=self._run, args=(self._bell,), name=self._name, daemon=True)
             self._thread.start()
 
     def wake(self) -> None:
-        """Have the step called now."""
-        self._event.set()
+        """Have the step called now. Takes no lock, so a signal handler may call it."""
+        self._bell.set()
 
     def stop(self, *, wait: bool = True, timeout: float = 5.0) -> None:
         """Stop after the step that runs now. Waits for at most `timeout` seconds, and never for itself.
 
-        Without `wait` it takes no lock of any kind, so that a signal handler may call it; the thread notices at its
-        next turn.
+        Without `wait` it takes no lock of any kind, so that a signal handler may call it.
         """
         self._stopping = True
+        self._bell.set()
         if not wait:
             return
-        self._event.set()
         if self._thread is threading.current_thread():
             return
         give_up_at = clock.now() + timeout
@@ -78,7 +124,7 @@ class Loop:
             return
         try:
             self._stopping = True
-            self._event.set()
+            self._bell.set()
             thread = self._thread
         finally:
             self._mutex.release()
@@ -90,10 +136,10 @@ class Loop:
         thread = self._thread
         return thread is not None and thread.is_alive() and not self._stopping
 
-    def _run(self, event: threading.Event) -> None:
+    def _run(self, bell: Bell) -> None:
         failures = 0
-        while not self._stopping and event is self._event:
-            event.clear()
+        while not self._stopping and bell is self._bell:
+            bell.clear()
             try:
                 delay = self._step()
                 failures = 0
@@ -103,4 +149,4 @@ class Loop:
                 delay = low + random.uniform(0.0, min(high, low * 2.0**failures))
                 failures = min(failures + 1, 16)
             if delay is None or delay > 0:
-                event.wait(None if delay is None else min(delay, LONGEST_WAIT))
+                bell.wait(None if delay is None else min(delay, LONGEST_WAIT))

@@ -15,10 +15,11 @@ import time
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from signal import SIGTERM
+from signal import SIGKILL, SIGTERM
 from urllib.parse import urlsplit
 
 import kombu
+import psutil
 import psycopg
 import pytest
 
@@ -897,6 +898,21 @@ def test_beat_inside_a_worker_leads_and_hands_over_when_the_worker_stops(beats, 
     worker.signal(SIGTERM)
     poll(lambda: pid_of_leader(pg_dsn) == standby.pid, timeout=10)
     assert worker.wait_exit(timeout=30) == 0
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)  # it has no part in it
+def test_beat_inside_a_worker_that_is_killed_ends_and_hands_over(beats, broker, pg_dsn, history):
+    """A worker that is stopped tells its beat once, and waits for nothing; one that is killed tells it nothing."""
+    setup = beats(conf={"syncguard_leader_ttl": 300})
+    worker = setup.start_worker("-B", "--scheduler", "syncguard", pool="solo")
+    history.wait_for("run", count=1)
+    leader = psutil.Process(pid_of_leader(pg_dsn))
+    standby = start(setup)
+    standby.wait_for_log("standby for 'beat'")
+    worker.signal(SIGKILL)  # itself only
+    poll(lambda: pid_of_leader(pg_dsn) == standby.pid, timeout=10)
+    poll(lambda: not leader.is_running() or leader.status() == psutil.STATUS_ZOMBIE, timeout=10)
+    worker.wait_for_log("the worker that this beat belongs to")
 
 
 # Seeing it

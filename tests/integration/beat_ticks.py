@@ -8,6 +8,7 @@
     python -m tests.integration.beat_ticks failures {connect,publish,refused,claim}
     python -m tests.integration.beat_ticks spring ZONE
     python -m tests.integration.beat_ticks clocked {again,switched,moved,raced,earlier,same,dead,late}
+    python -m tests.integration.beat_ticks inside
 
 "memory" counts objects and bytes while slots are sent and the schedule changes. "edits" changes a row of the schedule
 between the claim of a slot and the writing of that row, and once more while it is being written; "unlocked" takes our lock
@@ -16,7 +17,8 @@ does without our way of writing it, and has to show the fault. "reads" ends it w
 read. "stops" ends beat by SIGTERM while a row is being written, and gives it so many seconds; "entered" lets the handler
 write as well, and has to show the fault. "failures" fails the first attempt to send each of three rows, in one place.
 "spring" sends a row for 02:30 through the night that has no 02:30. "clocked" sends a clocked row, and asks for it once more in
-one way or leaves it as a leader does that died. Prints what happened as JSON. A program of its own, since Django is set up
+one way or leaves it as a leader does that died. "inside" leads with some settings each, first without and then with a row in
+the table. Prints what happened as JSON. A program of its own, since Django is set up
 once per process, and since the memory of a process that has run other tests says little.
 """
 
@@ -543,6 +545,32 @@ def send_clocked(way):
     return {"once sent": once_sent, "afterwards": afterwards}
 
 
+def lead_by_settings():
+    """What is said at the election, and which rows are in the schedule, by settings."""
+    set_up_django(SQLITE)
+    lines = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("celery_syncguard").addHandler(handler)
+    settings = {
+        "none": {},
+        "beat_schedule is meant": {"syncguard_beat_scheduler": "celery.beat:Scheduler"},
+        "Celery's own": {"beat_scheduler": "django_celery_beat.schedulers:DatabaseScheduler"},
+    }
+    seen = {}
+    for rows_there in (False, True):
+        if rows_there:
+            add_row("row", 10)
+        for name, conf in settings.items():
+            lines.clear()
+            one = lead(
+                make_app(**conf, beat_schedule={"entry": {"task": "note", "schedule": 10.0}} if rows_there else {})
+            )
+            seen[f"{name}, {'some' if rows_there else 'nothing'}"] = [list(lines), sorted(one._inner.schedule)]
+            one.close()
+    return seen
+
+
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     what, *arguments = sys.argv[1:]
@@ -554,6 +582,8 @@ if __name__ == "__main__":
         seen = send_in_spring(arguments[0])
     elif what == "clocked":
         seen = send_clocked(arguments[0])
+    elif what == "inside":
+        seen = lead_by_settings()
     else:
         acts = {
             "edits": edit_while_saving,

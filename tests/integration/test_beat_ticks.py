@@ -144,3 +144,21 @@ def test_a_clocked_row_is_never_sent_twice_for_one_time(way):
     assert seen == {"once sent": [1, False, 0], "afterwards": [1, False, 0]}
     assert "was sent before" in log
     assert "Traceback" not in log
+
+
+def test_the_table_of_django_celery_beat_is_led_if_celery_is_configured_for_it_and_told_of_if_it_is_left_out():
+    """Where nothing is configured, a table full of rows is the negative control: nobody sends them."""
+    seen, _ = ticks("inside")
+    left_out, empty = ["django_celery_beat is installed"], ["leading an empty schedule"]
+    told = {name: [line.partition(",")[0] for line in lines] for name, (lines, _) in seen.items()}
+    assert told == {
+        "none, nothing": left_out,
+        "none, some": left_out,
+        "beat_schedule is meant, nothing": empty,
+        "beat_schedule is meant, some": [],
+        "Celery's own, nothing": empty,
+        "Celery's own, some": [],
+    }
+    names = {name: set(there) - {"celery.backend_cleanup"} for name, (_, there) in seen.items()}
+    assert names["none, some"] == names["beat_schedule is meant, some"] == {"entry"}
+    assert names["Celery's own, some"] == {"entry", "row"}

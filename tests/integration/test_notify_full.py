@@ -59,7 +59,7 @@ def test_a_dead_process_is_buried_although_its_waiters_cannot_be_woken(guard: Sy
     guard.store.wait("k", 0.01)
     request = guard._request("k", 60, None)
     assert request.process is not None
-    assert guard.store.release_process(request.process) == 1
+    assert guard.store.release_process(request.process).freed == 1
     assert guard.inspect("k") is None
 
 

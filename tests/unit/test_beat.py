@@ -1,5 +1,6 @@
 """The leader's scheduler without a server: state in memory, messages on Celery's memory transport."""
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -9,6 +10,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 from celery import Celery, beat
+from celery.apps.beat import Beat
 from celery.schedules import crontab
 from kombu import Connection, Producer
 
@@ -17,6 +19,7 @@ from celery_syncguard.beat import LeaderScheduler, scheduler_class
 from celery_syncguard.errors import ImproperlyConfigured
 from celery_syncguard.sending import sending, undisturbed
 from celery_syncguard.slots import PRUNED_AT_MOST
+from tests.fixtures.interrupting import at_step
 from tests.fixtures.polling import poll
 
 
@@ -428,6 +431,132 @@ def test_the_option_for_catching_up_does_not_reach_the_message(scheduler, monkey
         "syncguard_due_at",
     }  # Celery's own, from 5.5 on
     assert app.conf.beat_schedule["a"]["options"] == {"syncguard_catch_up": "all", "priority": 3}
+
+
+class Elsewhere(beat.Scheduler):
+    """Has its entries from somewhere."""
+
+    def setup_schedule(self):
+        self.merge_inplace({"a": every(10)})
+
+
+@pytest.mark.parametrize(
+    "configured,ours,inside",
+    [
+        (Elsewhere, None, Elsewhere),
+        ("tests.unit.test_beat:Elsewhere", None, Elsewhere),
+        (Elsewhere, beat.Scheduler, beat.Scheduler),
+        ("celery.beat:PersistentScheduler", None, beat.Scheduler),
+        ("syncguard", None, beat.Scheduler),
+        (LeaderScheduler, None, beat.Scheduler),
+        (LeaderScheduler, "tests.unit.test_beat:Elsewhere", Elsewhere),
+    ],
+)
+def test_the_schedule_that_celery_is_configured_for_is_the_one_inside_unless_ours_names_another(
+    scheduler, configured, ours, inside
+):
+    one = scheduler(make_app(beat_scheduler=configured, syncguard_beat_scheduler=ours))
+    assert one._class.__name__ == inside.__name__
+    assert issubclass(one._class, inside) or one._class.__qualname__ == inside.__qualname__
+    assert inside.__name__ in one.info
+
+
+def test_a_configured_scheduler_that_cannot_be_inside_ends_beat_at_its_start():
+    class RedBeatScheduler(beat.Scheduler):
+        __module__ = "redbeat.schedulers"
+
+    with pytest.raises(ImproperlyConfigured, match="^beat_scheduler is .*RedBeatScheduler.*a lock of its own"):
+        LeaderScheduler(app=make_app(beat_scheduler=RedBeatScheduler), lazy=True)
+    with pytest.raises(ImproperlyConfigured, match="^beat_scheduler: cannot load 'no.such:Scheduler'"):
+        LeaderScheduler(app=make_app(beat_scheduler="no.such:Scheduler"), lazy=True)
+    LeaderScheduler(app=make_app(beat_scheduler=RedBeatScheduler, syncguard_beat_scheduler=beat.Scheduler), lazy=True)
+
+
+@pytest.mark.parametrize("schedule,told", [({}, 1), ({"a": every(10)}, 0)])
+def test_a_leader_with_nothing_to_send_says_so_once(scheduler, caplog, schedule, told):
+    one = lead(scheduler(make_app(schedule, result_backend="cache+memory://")))
+    one.tick()
+    assert (
+        caplog.text.count("leading an empty schedule, so nothing is sent: celery.beat.Scheduler has no entries") == told
+    )
+
+
+def test_a_beat_ends_with_the_process_that_it_belongs_to_and_a_hanging_one_leads_no_more(scheduler, caplog):
+    one = lead(scheduler(make_app({"a": every(10)}, syncguard_leader_ttl=300)))
+    one.end_with(os.getppid())
+    one.tick()
+    assert one.leadership.leading
+    one.end_with(2**30)  # not the parent, any more
+    assert one.leadership.lost(timeout=5), "although nobody ticks"
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            one.tick()
+    assert caplog.text.count("the worker that this beat belongs to (pid 1073741824) is gone") == 1
+
+
+class Signalled(LeaderScheduler):
+    """Gets a SIGTERM once it leads, and the next ones while the handler of the first runs, before that step of it."""
+
+    where = "tick"
+    step = 0
+    signals = 0
+    more = False  # the handler has that step
+
+    def _report(self):
+        super()._report()
+        self._get("tick")
+
+    def should_sync(self):
+        self._get("between ticks")
+        return super().should_sync()
+
+    def _get(self, where):
+        if self._leads() and (where == self.where or (where, self.where) == ("between ticks", "while it closes")):
+            signal.raise_signal(signal.SIGTERM)
+
+    def _on_signal(self, number, frame):
+        self.signals += 1
+        if self.signals > 1 or self.where == "while it closes":
+            super()._on_signal(number, frame)
+            return
+        at_step(self.step, lambda: super(Signalled, self)._on_signal(number, frame), self._signal_again)
+        raise SystemExit
+
+    def _signal_again(self):
+        self.more = True
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+
+    def close(self):
+        if self.where != "while it closes":
+            super().close()
+        elif at_step(self.step, super().close, self._signal_again):
+            raise SystemExit
+
+
+@pytest.mark.parametrize("where", ["tick", "between ticks", "while it closes"])
+def test_any_number_of_signals_ends_beat_and_gives_its_lease_back(monkeypatch, where):
+    """The negative control is that of the leadership alone."""
+    monkeypatch.setattr("celery_syncguard.beat._TURN", 0.005)
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    ended = 0
+    try:
+        for step in range(0, 100_000, 101 if where == "while it closes" else 7):
+            app = make_app({"a": every(0.01)}, syncguard_leader_ttl=300)
+            service = beat.Service(app, scheduler_cls=Signalled)
+            Beat(app=app, quiet=True).install_sync_handler(service)
+            service.scheduler.where, service.scheduler.step = where, step
+            with contextlib.suppress(SystemExit):
+                service.start()
+            poll(lambda service=service: service.scheduler._guard.store.locks() == [])
+            assert not service.scheduler.leadership.leading
+            ended += 1
+            if not service.scheduler.more:
+                break
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+    assert ended > 3
 
 
 def test_signals_tell_when_a_term_begins_and_ends(scheduler):

@@ -10,6 +10,7 @@ from celery_syncguard.config import Settings
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, LeaseLost, StoreUnavailable
 from celery_syncguard.leadership import Leadership, leader_lock_key
 from celery_syncguard.memory import MemoryStore
+from tests.fixtures.interrupting import hanging_step
 from tests.fixtures.polling import poll
 
 
@@ -152,6 +153,46 @@ def test_a_stop_on_standby_waits_for_nothing(store, contender, down):
     assert clock.now() - began < 0.5
     store.down = False
     assert leader.leading
+
+
+class LockedWaits(Leadership):
+    """As it would be with Python's own events: what waits, and what ends a wait, takes a lock."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._stopped = threading.Event()
+        self._loop._bell = threading.Event()
+
+
+@pytest.mark.parametrize("kind,interrupted", [(Leadership, "stop"), (Leadership, "lost"), (LockedWaits, "stop")])
+def test_any_number_of_stops_in_signal_handlers_gives_the_term_back(kind, interrupted):
+    """The second handler may come at any step of the first one, the first one while somebody waits for the end of a term."""
+    stopped = []
+
+    def scene():
+        store = MemoryStore()
+        one = kind(SyncGuard(settings=Settings(dsn="memory://"), store=store), "relay", ttl=300)
+        one.elect(timeout=5)
+
+        def action():
+            one.stop(timeout=0.5) if interrupted == "stop" else one.lost(timeout=0.001)
+
+        def interrupt():
+            one.stop(timeout=1.0)
+            raise SystemExit
+
+        def afterwards():
+            stopped.append((one.stop(timeout=5), store.locks(one.lock_key)))
+
+        return action, interrupt, afterwards
+
+    hangs = hanging_step(scene, timeout=3)
+    if kind is LockedWaits:
+        assert hangs is not None, "the negative control"
+        return
+    assert hangs is None
+    assert len(stopped) > 20
+    assert set(map(str, stopped)) == {"(True, [])"}
 
 
 def test_who_stepped_down_lets_another_lead_and_then_stands_by_for_the_next_term(contender, monkeypatch):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 
 import pytest
 
-from celery_syncguard.loop import Loop
+from celery_syncguard.loop import Bell, Loop
+from tests.fixtures.interrupting import hanging_step
 from tests.fixtures.polling import poll
 
 
@@ -171,3 +173,55 @@ def test_a_dead_thread_is_replaced_by_the_next_start() -> None:
 
 def threads(name: str) -> int:
     return sum(thread.name == name for thread in threading.enumerate())
+
+
+def ring_and_wait(event):
+    event.set()
+    event.wait(0.001)
+    event.clear()
+    event.wait(0.001)
+
+
+@pytest.mark.parametrize("kind", [Bell, threading.Event])
+def test_a_bell_may_be_rung_and_waited_for_at_any_step_of_whoever_rings_or_waits(kind: type) -> None:
+    """A signal handler, which runs in the middle of anything. An event is the negative control."""
+
+    def scene():
+        event = kind()
+        return lambda: ring_and_wait(event), lambda: ring_and_wait(event), lambda: None
+
+    assert (hanging_step(scene, timeout=1) is None) is (kind is Bell)
+
+
+@pytest.mark.parametrize("kind", [Bell, threading.Event])
+def test_an_exception_at_any_step_leaves_a_bell_that_rings(kind: type) -> None:
+    """A soft time limit, which is raised by a signal handler. An event is the negative control: its lock stays taken."""
+
+    def scene():
+        event = kind()
+
+        def ring_from_elsewhere():
+            event.clear()
+            threading.Thread(target=event.set, daemon=True).start()
+            assert event.wait(1)
+
+        return lambda: ring_and_wait(event), sys.exit, ring_from_elsewhere
+
+    assert (hanging_step(scene, timeout=1) is None) is (kind is Bell)
+
+
+def test_a_bell_rings_for_everybody_who_waits_and_until_it_is_cleared() -> None:
+    bell = Bell()
+    heard: list[bool] = []
+    waiters = [threading.Thread(target=lambda: heard.append(bell.wait(10))) for _ in range(5)]
+    for waiter in waiters:
+        waiter.start()
+    bell.set()
+    for waiter in waiters:
+        waiter.join(10)
+    assert heard == [True] * 5
+    assert bell.is_set()
+    assert bell.wait(0)
+    bell.clear()
+    assert not bell.wait(0.01)
+    assert not bell.wait(0)

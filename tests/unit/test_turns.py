@@ -7,8 +7,9 @@ import threading
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 
-from celery_syncguard import SyncGuard
+from celery_syncguard import SyncGuard, guard
 from celery_syncguard.guard import _Turns
+from celery_syncguard.loop import Bell
 from celery_syncguard.testing import hold_elsewhere
 from tests.fixtures.polling import poll
 
@@ -35,13 +36,13 @@ def test_waiters_of_one_process_get_the_lock_in_the_order_in_which_they_came() -
 def test_a_waiter_that_is_interrupted_while_it_takes_its_place_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A soft time limit may come between any two steps."""
 
-    class Interrupted(threading.Event):
+    class Interrupted(Bell):
         def set(self) -> None:
             raise SoftTimeLimitExceeded
 
     turns = _Turns()
     with monkeypatch.context() as patched:
-        patched.setattr(threading, "Event", Interrupted)
+        patched.setattr(guard, "Bell", Interrupted)
         with pytest.raises(SoftTimeLimitExceeded), turns.turn("k", 0):
             pass
     assert not turns._queues
