@@ -47,7 +47,7 @@ _POLL = (0.25, 1.0)
 
 def lock_held(held: Held) -> LockHeld:
     """The error that says who holds."""
-    who = held.holder or ("somebody who left no name" if held.lock_id else "somebody")
+    who = held.holder or "somebody who left no name"
     return LockHeld(
         f"{held.key!r} is held by {who}, since {held.since:.1f} s, for {held.remaining:.1f} s more unless renewed",
         key=held.key,
