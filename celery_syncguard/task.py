@@ -286,6 +286,13 @@ class LockedTask(Task):  # type: ignore[misc]
             options["headers"] = {**request.headers, HEADER: header}
         return super().signature_from_request(request, args, kwargs, queue=queue, **options)
 
+    def on_replace(self, sig: Any) -> Any:
+        """As Celery's. What comes in this task's place may need the same lock, also where it runs inside of the body."""
+        run = self._run_of_request()
+        if run is not None and run.lease is not None and self.request.is_eager:
+            run.give_up_lease()
+        return super().on_replace(sig)
+
     # Running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

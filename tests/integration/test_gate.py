@@ -460,3 +460,12 @@ def test_an_async_function_that_is_run_by_its_decorator_is_a_body(app, run):
         return keys(app)
 
     assert run(f, 1) == ("SUCCESS", ["k:1"])
+
+
+def test_a_worker_with_a_pool_that_calls_bodies_elsewhere_does_not_start(capsys):
+    pool = type("AsyncIOPool", (), {"__module__": "celery_aio_pool.pool"})
+    with pytest.raises(SystemExit):
+        binding._check_pool(pool)
+    assert "start this worker with another pool" in capsys.readouterr().err
+    for name in ("prefork", "threads", "solo"):
+        binding._check_pool(name)
