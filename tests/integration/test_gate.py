@@ -8,7 +8,7 @@ import functools
 import uuid
 
 import pytest
-from celery import Celery, Task
+from celery import Celery, Task, signals
 from celery.app import trace
 
 from celery_syncguard import ImproperlyConfigured, LockedTask, LockHeld, NoLease, binding, gate
@@ -165,6 +165,8 @@ def test_a_body_is_locked_however_it_came_to_be(app, run, make, retrying):
     assert run(task, "a") == ("SUCCESS", ["k:a"])
     assert keys(app) == []
     assert task("a") == [], "a plain call takes no lock"
+    # Which is what makes a worker see to what a killed child held.
+    assert app in binding._bindings
 
 
 @pytest.mark.parametrize("make", [inherited, body_in_call])
@@ -403,6 +405,34 @@ def test_a_plain_call_before_the_delivery_has_no_lease(app, run):
         return self.lease.key
 
     assert run(f, "real") == ("SUCCESS", "k")
+
+
+def test_a_call_in_a_receiver_of_celery_s_signal_is_plain(app, run):
+    calls = []
+
+    @app.task(shared=False, bind=True, base=LockedTask, lock_key="k", run_once=True)
+    def f(self, what):
+        calls.append((what, keys(app)))
+
+    def probe(task=None, **_):
+        task("probe")
+
+    signals.task_prerun.connect(probe)
+    signals.task_postrun.connect(probe)
+    try:
+        run(f, "real")
+    finally:
+        signals.task_prerun.disconnect(probe)
+        signals.task_postrun.disconnect(probe)
+    assert calls == [("probe", []), ("real", ["k"]), ("probe", [])]
+
+
+def test_a_body_that_calls_its_task_does_it_inside_its_own_lock(app, run):
+    @app.task(shared=False, bind=True, base=LockedTask, lock_key="{n}", run_once=True)
+    def f(self, n):
+        return [keys(app), self(n - 1)] if n else keys(app)
+
+    assert run(f, 2) == ("SUCCESS", [["2"], [["2"], ["2"]]])
 
 
 async def coroutine(self):
