@@ -33,6 +33,7 @@ _OPENERS = {
     "sqlalchemy": "`with engine.begin() as connection:`, without isolation_level AUTOCOMMIT",
     "django": "`with transaction.atomic():`",
 }
+_DRIVERS = ("psycopg", "psycopg2")  # of SQLAlchemy's dialect, each with %s placeholders
 _OUTSIDE = (0, 1)  # libpq's PQTRANS_IDLE and PQTRANS_ACTIVE, the same numbers in psycopg and psycopg2
 
 
@@ -110,7 +111,8 @@ def caller(conn: Any) -> Caller:
     ``scoped_session``; a Django connection (``django.db.connection``, ``connections[alias]``) or the alias
     itself. An alias is accepted only in a process that uses Django.
 
-    Raises ``TypeError`` for anything else, for asyncio variants, and for a database that is not PostgreSQL.
+    Raises ``TypeError`` for anything else, for asyncio variants, for SQLAlchemy with another driver than psycopg or psycopg2,
+    and for a database that is not PostgreSQL.
     """
     psycopg = sys.modules.get("psycopg")
     if psycopg is not None:
@@ -213,6 +215,11 @@ class _SQLAlchemy(Caller):
         connection = self.target.connection() if self.is_session else self.target
         if connection.dialect.name != "postgresql":
             raise TypeError(f"expected a connection to PostgreSQL, not to {connection.dialect.name}")
+        if connection.dialect.driver not in _DRIVERS:
+            raise TypeError(
+                f"SQLAlchemy's driver {connection.dialect.driver} is not supported: use psycopg or psycopg2, "
+                f"with a URL that begins with postgresql+psycopg://"
+            )
         return connection
 
     def in_transaction(self) -> bool:

@@ -33,6 +33,7 @@ def prove(store: FencingStore, lease: Lease, conn: Any) -> None:
 
     Raises:
         LeaseLost: it is not; the transaction must be rolled back.
+        LeaseNotVisible: it is, but in another database or schema, or its grant is newer than the snapshot.
         NotInTransaction: there is no transaction.
         InSavepoint: there is a savepoint, and nothing was proved before it. It must be rolled back.
     """

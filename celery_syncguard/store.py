@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 __all__ = [
     "Acquire",
+    "Buried",
     "Claim",
     "Dead",
     "Done",
@@ -34,7 +35,8 @@ class Acquire:
     """A request for a lock. Only `key`, `lock_id` and `ttl` are needed; the rest comes from a task.
 
     `run_keys`: answer `Done` instead if one of these is completed. `max_deaths`: answer `Dead` if the task lost that many
-    leases by the death of its process. `claim_key`: the task's claim, kept alive for `claim_ttl` or, without one, ended.
+    leases in a row by the death of its process, or the key twice as many, the last within an hour. `claim_key`: the task's claim, kept alive for `claim_ttl` or, without one, ended.
+    `call_id`: which publish of the task id this is.
     """
 
     key: str
@@ -48,6 +50,7 @@ class Acquire:
     max_deaths: int | None = None
     claim_key: str | None = None
     claim_ttl: float | None = None
+    call_id: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class Held:
     holder: str | None = None
     task_id: str | None = None
     attempt: int | None = None
+    call_id: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,9 +94,10 @@ class Done:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dead:
-    """The task's process died so often while it held a lease that it is not started again."""
+    """Processes died so often in a row that the task is not started: its own, or (`of_task` false) whichever held the key."""
 
     deaths: int
+    of_task: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,7 +112,8 @@ class Renewal:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Release:
     """An end of a lease. `min_hold` keeps the key taken for so many seconds since the acquire; `run_key` records a
-    completion for `run_ttl`; `claim_key` ends the task's claim; `attempt_done`: the attempt ended by itself.
+    completion for `run_ttl`; `claim_key` ends the task's claim; `attempt_done`: the attempt ended by itself, under its
+    lease, so a completion of it is recorded even when the lease is gone by now, and the deaths before it are forgotten.
     """
 
     key: str
@@ -149,6 +155,14 @@ class Claim:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Buried:
+    """How many leases of a dead process were freed, and how many could not be yet, as their rows are locked."""
+
+    freed: int
+    busy: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Pruned:
     """How many rows of each kind were deleted."""
 
@@ -171,8 +185,8 @@ class LockStore(Protocol):
     def release(self, release: Release) -> bool:
         """End a lease early. False: it was not ours any more."""
 
-    def release_process(self, process: str) -> int:
-        """Free every lease of a process that is dead, counting the death for its tasks. How many there were."""
+    def release_process(self, process: str) -> Buried:
+        """Free every lease of a process that is dead, counting the deaths. Waits for no row that somebody has locked."""
 
     def locks(self, key: str | None = None, *, limit: int | None = None) -> list[LockRow]:
         """The live leases, oldest first; with `key` only that one's."""
@@ -183,11 +197,9 @@ class LockStore(Protocol):
     def wait(self, key: str, timeout: float) -> bool:
         """Wait until the lease on `key` may be gone, at most `timeout` seconds. A hint; False: nothing was heard."""
 
-    def claim(
-        self, key: str, *, task_id: str, ttl: float, holder: str | None = None, lock_key: str | None = None
-    ) -> Claim:
-        """Claim a piece of work for a task, unless another task has a live claim. `lock_key`: the lock under which it
-        runs; a claim is over when its task died while it held that.
+    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None) -> Claim:
+        """Claim a piece of work for a task, unless another task has a live claim. A claim is over when a lease that its
+        task held for it has expired.
         """
 
     def confirm(self, claims: Sequence[tuple[str, str, float]]) -> int:
