@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from celery_syncguard.binding import guard_for
-    from celery_syncguard.caller import NotInTransaction
+    from celery_syncguard.caller import InSavepoint, NotInTransaction
     from celery_syncguard.errors import (
         DuplicateTask,
         ImproperlyConfigured,
         InvalidKey,
         LeaseLost,
+        LeaseNotVisible,
         LockHeld,
         NoLease,
         SchemaBehind,
@@ -35,9 +36,11 @@ _HOMES = {
     "DuplicateTask": "errors",
     "Fence": "key",
     "ImproperlyConfigured": "errors",
+    "InSavepoint": "caller",
     "InvalidKey": "errors",
     "Lease": "lease",
     "LeaseLost": "errors",
+    "LeaseNotVisible": "errors",
     "LockHeld": "errors",
     "LockedTask": "task",
     "NoLease": "errors",
@@ -57,9 +60,11 @@ __all__ = [
     "DuplicateTask",
     "Fence",
     "ImproperlyConfigured",
+    "InSavepoint",
     "InvalidKey",
     "Lease",
     "LeaseLost",
+    "LeaseNotVisible",
     "LockHeld",
     "LockedTask",
     "NoLease",

@@ -26,13 +26,14 @@ from typing import Any, ClassVar
 
 from celery_syncguard.errors import SyncGuardError
 
-__all__ = ["Caller", "NotInTransaction", "caller"]
+__all__ = ["Caller", "InSavepoint", "NotInTransaction", "caller"]
 
 _OPENERS = {
     "psycopg": "`with connection.transaction():`",
     "sqlalchemy": "`with engine.begin() as connection:`, without isolation_level AUTOCOMMIT",
     "django": "`with transaction.atomic():`",
 }
+_DRIVERS = ("psycopg", "psycopg2")  # of SQLAlchemy's dialect, each with %s placeholders
 _OUTSIDE = (0, 1)  # libpq's PQTRANS_IDLE and PQTRANS_ACTIVE, the same numbers in psycopg and psycopg2
 
 
@@ -44,6 +45,15 @@ class NotInTransaction(SyncGuardError, RuntimeError):
 
     what: str = ""
     kind: str = ""
+
+
+class InSavepoint(NotInTransaction):
+    """The proof would end with a rollback to the savepoint that is open, and the transaction could commit without it.
+
+    Attributes: `key` of the lease; `what` and `kind` as in `NotInTransaction`.
+    """
+
+    key: str = ""
 
 
 class Caller(ABC):
@@ -60,6 +70,17 @@ class Caller(ABC):
         """
 
     @abstractmethod
+    def nests(self) -> bool:
+        """Whether a transaction is open already, so that `transaction` makes a savepoint in it.
+
+        Raises the library's own error where the library would refuse to open one. No I/O.
+        """
+
+    def in_test_case(self) -> bool:
+        """Whether the outermost block of the caller's own is a savepoint, in a test's transaction that never commits."""
+        return False
+
+    @abstractmethod
     def rows(self, query: str, params: Sequence[object] = ()) -> list[tuple[Any, ...]]:
         """Run one statement with ``%s`` placeholders in the caller's transaction.
 
@@ -70,7 +91,7 @@ class Caller(ABC):
     @abstractmethod
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Open a transaction around the block, or a savepoint where one is open already."""
+        """Open a transaction around the block, or a savepoint where `nests`."""
 
     def require_transaction(self, what: str) -> None:
         """Raise `NotInTransaction`, naming ``what``, unless `in_transaction`. Sends no statement of ours."""
@@ -90,7 +111,8 @@ def caller(conn: Any) -> Caller:
     ``scoped_session``; a Django connection (``django.db.connection``, ``connections[alias]``) or the alias
     itself. An alias is accepted only in a process that uses Django.
 
-    Raises ``TypeError`` for anything else, for asyncio variants, and for a database that is not PostgreSQL.
+    Raises ``TypeError`` for anything else, for asyncio variants, for SQLAlchemy with another driver than psycopg or psycopg2,
+    and for a database that is not PostgreSQL.
     """
     psycopg = sys.modules.get("psycopg")
     if psycopg is not None:
@@ -159,6 +181,11 @@ class _Psycopg(Caller):
             pass
         return _driver_in_transaction(self.connection)
 
+    def nests(self) -> bool:
+        with self._answered():
+            pass
+        return int(self.connection.info.transaction_status) not in _OUTSIDE
+
     def rows(self, query: str, params: Sequence[object] = ()) -> list[tuple[Any, ...]]:
         # Not connection.cursor(): its cursor_factory may be one without %s, its row_factory one without tuples.
         psycopg = sys.modules["psycopg"]
@@ -188,11 +215,34 @@ class _SQLAlchemy(Caller):
         connection = self.target.connection() if self.is_session else self.target
         if connection.dialect.name != "postgresql":
             raise TypeError(f"expected a connection to PostgreSQL, not to {connection.dialect.name}")
+        if connection.dialect.driver not in _DRIVERS:
+            raise TypeError(
+                f"SQLAlchemy's driver {connection.dialect.driver} is not supported: use psycopg or psycopg2, "
+                f"with a URL that begins with postgresql+psycopg://"
+            )
         return connection
 
     def in_transaction(self) -> bool:
         # Connection.in_transaction() is True even under AUTOCOMMIT, where begin() is only make-believe.
         return _driver_in_transaction(self.connection().connection.dbapi_connection)
+
+    def nests(self) -> bool:
+        if not self.target.in_transaction():
+            return False
+        if self._autobegun():
+            # As SQLAlchemy's own begin(). A savepoint would not be committed at the end of the block.
+            raise sys.modules["sqlalchemy"].exc.InvalidRequestError(
+                "an earlier statement has begun a transaction on this "
+                f"{'session' if self.is_session else 'connection'}, and nothing here would commit it: commit() or rollback() "
+                "first, or open it with `with ….begin():`, or call lease.fenced() in it and commit it yourself"
+            )
+        return True
+
+    def _autobegun(self) -> bool:
+        if self.is_session:
+            return bool(self.target.get_transaction().origin.name == "AUTOBEGIN")
+        # A connection does not say who began its transaction, but whether it is inside a `with connection.begin():`.
+        return getattr(self.target, "_trans_context_manager", None) is None
 
     def rows(self, query: str, params: Sequence[object] = ()) -> list[tuple[Any, ...]]:
         result = self.connection().exec_driver_sql(query, tuple(params))
@@ -200,7 +250,7 @@ class _SQLAlchemy(Caller):
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        with self.target.begin_nested() if self.target.in_transaction() else self.target.begin():
+        with self.target.begin_nested() if self.nests() else self.target.begin():
             yield
 
 
@@ -211,6 +261,16 @@ class _Django(Caller):
 
     def in_transaction(self) -> bool:
         return bool(self.wrapper.in_atomic_block or not self.wrapper.get_autocommit())
+
+    def nests(self) -> bool:
+        return self.in_transaction()
+
+    def in_test_case(self) -> bool:
+        # TestCase marks the blocks that it puts around each test. Within them, the first block of the code under test
+        # stands for its transaction and the next ones are savepoints, as without the test.
+        blocks = self.wrapper.atomic_blocks
+        ours = [block for block in blocks if not block._from_testcase]  # noqa: SLF001 - Django's own mark
+        return len(ours) < len(blocks) and not any(block.savepoint for block in ours[1:])
 
     def rows(self, query: str, params: Sequence[object] = ()) -> list[tuple[Any, ...]]:
         with self.wrapper.cursor() as cursor:

@@ -13,6 +13,7 @@ __all__ = [
     "ImproperlyConfigured",
     "InvalidKey",
     "LeaseLost",
+    "LeaseNotVisible",
     "LockHeld",
     "NoLease",
     "SchemaBehind",
@@ -83,6 +84,18 @@ class LeaseLost(SyncGuardError):
     lock_id: str = ""
     fence: int = 0
     reason: str = ""
+
+
+class LeaseNotVisible(SyncGuardError, RuntimeError):
+    """The lease is alive, but the connection that was to be fenced does not see it: it leads to another database or schema,
+    or its snapshot is older than the lease. Nothing of its transaction may be committed.
+
+    Attributes: `key`; `here`, the place that the connection leads to; `there`, the one in which the lease lives.
+    """
+
+    key: str = ""
+    here: str = ""
+    there: str = ""
 
 
 class NoLease(SyncGuardError, RuntimeError):

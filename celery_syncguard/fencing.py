@@ -33,7 +33,9 @@ def prove(store: FencingStore, lease: Lease, conn: Any) -> None:
 
     Raises:
         LeaseLost: it is not; the transaction must be rolled back.
+        LeaseNotVisible: it is, but in another database or schema, or its grant is newer than the snapshot.
         NotInTransaction: there is no transaction.
+        InSavepoint: there is a savepoint, and nothing was proved before it. It must be rolled back.
     """
     caller(conn).require_transaction("lease.fenced()")
     if not store.fenced(conn, key=lease.key, lock_id=lease.lock_id, fence=int(lease.fence)):
@@ -43,13 +45,21 @@ def prove(store: FencingStore, lease: Lease, conn: Any) -> None:
 
 @contextmanager
 def fenced_transaction(store: FencingStore, lease: Lease, conn: Any) -> Iterator[None]:
-    """A transaction on `conn` (a savepoint where one is open) that begins with `prove`.
+    """A transaction on `conn` that begins with `prove`. Where one is open, prove in that, then open a savepoint.
 
     Raises:
         LeaseLost: the lease is not held; the block is not entered.
+        InSavepoint: as `prove`.
+        sqlalchemy.exc.InvalidRequestError: a transaction is open that an earlier statement has begun.
     """
-    with caller(conn).transaction():
+    session = caller(conn)
+    nested = session.nests()
+    if nested:
+        # First: a proof goes with the savepoint in which it was made.
         prove(store, lease, conn)
+    with session.transaction():
+        if not nested:
+            prove(store, lease, conn)
         yield
 
 
@@ -59,7 +69,7 @@ def complete(store: FencingStore, lease: Lease, conn: Any, *, run_key: str, task
     Returns false if it was remembered already.
 
     Raises:
-        LeaseLost, NotInTransaction: as `prove`.
+        LeaseLost, NotInTransaction, InSavepoint: as `prove`.
     """
     prove(store, lease, conn)
     return store.complete(conn, run_key=run_key, task_id=task_id, ttl=ttl)

@@ -5,17 +5,27 @@ One per application and database. It opens nothing until it is asked something, 
 
 from __future__ import annotations
 
+import atexit
+import math
 import random
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from celery_syncguard import clock, fencing
 from celery_syncguard.config import Settings
-from celery_syncguard.errors import ImproperlyConfigured, LockHeld, NoLease, StoreUnavailable, SyncGuardError
+from celery_syncguard.errors import (
+    ImproperlyConfigured,
+    LockHeld,
+    NoLease,
+    SchemaBehind,
+    StoreUnavailable,
+    SyncGuardError,
+)
 from celery_syncguard.events import Events, logger
 from celery_syncguard.key import new_lock_id, normalize_key, public_key
 from celery_syncguard.lease import Lease, seconds, ttl_seconds
@@ -94,6 +104,7 @@ class SyncGuard:
         self._turns = _Turns()
         self._closed = False
         forget_in_children(self)
+        _guards.add(self)
 
     def __repr__(self) -> str:
         return f"<SyncGuard {self.store!r}>"
@@ -128,7 +139,6 @@ class SyncGuard:
         answer = self.acquire(self._request(public_key(key), ttl, holder))
         return answer if isinstance(answer, Lease) else None
 
-    @contextmanager
     def hold(
         self,
         key: str,
@@ -136,24 +146,17 @@ class SyncGuard:
         ttl: float | timedelta | None = None,
         wait: float | timedelta = 0.0,
         holder: str | None = None,
-    ) -> Iterator[Lease]:
-        """Acquire the lock, yield the lease, release it.
+    ) -> _Hold:
+        """A context manager (and decorator) that acquires the lock, yields the lease, and releases it: also if the handler
+        of a signal raises between two of these steps.
 
         Arguments:
             wait: seconds to wait for the lock; a release wakes the waiter at once. Others as `try_acquire`.
 
         Raises:
-            LockHeld: it was still held after `wait`. Others as `try_acquire`.
+            LockHeld: on entering: it was still held after `wait`. Others as `try_acquire`.
         """
-        patience = seconds(wait, what="wait", maximum=86_400.0)
-        answer = self.acquire_waiting(self._request(public_key(key), ttl, holder), wait=patience)
-        if not isinstance(answer, Lease):
-            assert isinstance(answer, Held)  # nothing else was asked for
-            raise lock_held(answer)
-        try:
-            yield answer
-        finally:
-            answer.release()
+        return _Hold(self, key, ttl=ttl, wait=wait, holder=holder)
 
     def inspect(self, key: str) -> LockRow | None:
         """The live lease on a key, whoever holds it; None if it is free. Reserved keys may be looked at."""
@@ -204,11 +207,15 @@ class SyncGuard:
         )
 
     def flush(self) -> None:
-        """One more attempt at releases that the database has not answered yet, before the process ends."""
+        """One more attempt at releases that the database has not answered yet, before the process ends (it is called
+        then). What is still not written is logged.
+        """
         self._renewer.flush()
 
     def close(self) -> None:
-        """Stop renewing and close the connections. Leases that were not released end at their ttl. May be repeated."""
+        """Flush, stop renewing and close the connections. Leases that were not released end at their ttl. May be repeated."""
+        if not self._closed:
+            self._renewer.flush()
         self._closed = True
         self._renewer.stop()
         self.store.close()
@@ -280,22 +287,25 @@ class SyncGuard:
 
     def release_lease(self, lease: Lease, **extras: Any) -> bool:
         """Release, with what a task adds to it (`store.Release`). A database that does not answer does not stop the
-        caller: the release is repeated in the background until it is answered or the lease has expired.
+        caller: the release is repeated in the background until it is answered or has nothing to say any more.
         """
         lost = lease.lost_reason is not None
-        if not lease.end():
-            return False
-        self._renewer.remove(lease)
         release = Release(key=lease.key, lock_id=lease.lock_id, task_id=lease.task_id, **extras)
         try:
+            if not lease.end():
+                return False
+            self._renewer.remove(lease)
             released = self.store.release(release)
         except BaseException as exc:
-            if isinstance(exc, SyncGuardError) and not isinstance(exc, StoreUnavailable):
+            absent = isinstance(exc, (StoreUnavailable, SchemaBehind))
+            if isinstance(exc, SyncGuardError) and not absent:
                 raise
             # No answer, or a soft time limit or Ctrl-C in the middle of it.
             logger.warning("could not release %r, trying again in the background: %r", lease.key, exc)
-            self._renewer.release_later(release, until=max(clock.now(), lease.deadline) + lease.ttl)
-            if isinstance(exc, StoreUnavailable):
+            lasting = release.run_key is not None or release.claim_key is not None or release.attempt_done
+            until = math.inf if lasting else max(clock.now(), lease.deadline) + lease.ttl
+            self._renewer.release_later(release, until=until)
+            if absent:
                 return False
             raise
         if not released and not lost:
@@ -342,6 +352,67 @@ class SyncGuard:
         self.counts["lost"] += 1
         logger.warning("lost the lease on %r (fence %d): %s", lease.key, lease.fence, lease.lost_reason)
         self.events.emit("lease_lost", lease=lease)
+
+
+class _Hold(AbstractContextManager["Lease"], ContextDecorator):
+    """What `SyncGuard.hold` answers with. A class and not a generator, which would leave the lease in nobody's hands for a
+    moment on its way out of the acquire.
+    """
+
+    _lease: Lease | None = None
+
+    def __init__(self, guard: SyncGuard, key: str, **how: Any) -> None:
+        self._guard = guard
+        self._key = key
+        self._how = how
+
+    def _recreate_cm(self) -> _Hold:
+        # Each call of a decorated function holds by itself.
+        return _Hold(self._guard, self._key, **self._how)
+
+    def __enter__(self) -> Lease:
+        guard, how = self._guard, self._how
+        patience = seconds(how["wait"], what="wait", maximum=86_400.0)
+        request = guard._request(public_key(self._key), how["ttl"], how["holder"])  # noqa: SLF001 - its own
+        try:
+            answer = guard.acquire_waiting(request, wait=patience)
+            if isinstance(answer, Lease):
+                self._lease = answer
+                return answer
+        except SyncGuardError:
+            raise
+        except BaseException:
+            # The handler of a signal raised, perhaps after the grant.
+            orphan = Release(key=request.key, lock_id=request.lock_id)
+            guard._renewer.release_later(orphan, until=clock.now() + request.ttl)  # noqa: SLF001
+            raise
+        assert isinstance(answer, Held)  # nothing else was asked for
+        raise lock_held(answer)
+
+    def __exit__(self, *_: object) -> None:
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+    def __del__(self) -> None:
+        # A handler raised between `__enter__` and the block, or at the start of `__exit__`.
+        lease = self._lease
+        if lease is not None and lease.remaining > 0:
+            left = Release(key=lease.key, lock_id=lease.lock_id)
+            self._guard._renewer.abandon(left, until=clock.now() + lease.ttl)  # noqa: SLF001
+
+
+_guards: weakref.WeakSet[SyncGuard] = weakref.WeakSet()
+
+
+@atexit.register
+def _flush_guards() -> None:
+    for guard in list(_guards):
+        if not guard._closed:  # noqa: SLF001
+            try:
+                guard.flush()
+            except Exception:  # noqa: BLE001 - the process ends: nothing may keep the others from being flushed
+                logger.exception("could not release at exit; what is held is free when its ttl is over")
 
 
 def _make_store(settings: Settings) -> LockStore:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from celery_syncguard import clock
 from celery_syncguard.errors import ImproperlyConfigured, LeaseLost, NoLease
 from celery_syncguard.key import Fence
+from celery_syncguard.process import process_id
 
 __all__ = ["MAX_TTL", "MIN_TTL", "Lease", "margin", "ttl_seconds"]
 
@@ -81,6 +82,7 @@ class Lease:
         "__weakref__",
         "_keeper",
         "_mutex",
+        "_process",
         "deadline",
         "fence",
         "holder",
@@ -112,6 +114,7 @@ class Lease:
         self.task_id: str | None = None
         self.run_key: str | None = None
         self.run_ttl = 0.0
+        self._process = process_id()
         self._keeper = keeper
         self._mutex = threading.Lock()
 
@@ -122,7 +125,7 @@ class Lease:
     @property
     def remaining(self) -> float:
         """Seconds for which this process may still act on the lease; 0.0 once it is lost or released."""
-        if self.released or self.lost_reason is not None or self.pid != os.getpid():
+        if self.released or self.lost_reason is not None or self._process != process_id():
             return 0.0
         return max(0.0, self.deadline - clock.now())
 
@@ -141,7 +144,7 @@ class Lease:
         if self.released:
             raise NoLease(f"the lease on {self.key!r} was released")
         if self.remaining <= 0.0:
-            if self.pid != os.getpid():
+            if self._process != process_id():
                 raise self.loss(f"it belongs to process {self.pid}; a fork does not inherit leases")
             self.lose("its deadline passed without a renewal")
             raise self.loss()
@@ -169,14 +172,15 @@ class Lease:
 
     def release(self) -> bool:
         """Give the lock back. True if it was still ours; false if somebody else's, or released before."""
-        if self.released or self.pid != os.getpid():
+        if self.released or self._process != process_id():
             return False
         return self._keeper.release_lease(self)
 
     def fenced(self, conn: Any) -> None:
         """Tie the transaction that is open on `conn` to this lease: it commits only while the lease is held.
 
-        Call it first in the transaction. Nobody can take the lock over until that ends; renewals are not held up.
+        Call it first in the transaction, before any savepoint. Nobody can take the lock over until that ends, also not after
+        a rollback to a savepoint; renewals are not held up.
 
         Arguments:
             conn: a psycopg connection or cursor, a SQLAlchemy connection or session, a Django connection or its alias,
@@ -184,17 +188,21 @@ class Lease:
 
         Raises:
             LeaseLost: the lease is not held any more; nothing of this transaction may be committed.
+            LeaseNotVisible: the connection leads to another database or schema, or its snapshot is older than the lease.
             NotInTransaction: the connection is in autocommit with no transaction open; see `transaction`.
+            InSavepoint: the first proof of the transaction is inside a savepoint, which has to be rolled back.
             StoreUnavailable: somebody else has had the lock's row locked for 2 s; roll back.
         """
         self.check()
         self._keeper.prove_lease(self, conn)
 
     def transaction(self, conn: Any) -> AbstractContextManager[None]:
-        """`with lease.transaction(conn):` opens a transaction (a savepoint where one is open) and fences it.
+        """`with lease.transaction(conn):` opens a transaction and fences it. Where one is open, it fences that and opens a
+        savepoint.
 
-        Raises:
-            LeaseLost: on entering; the block does not run.
+        Raises, on entering, so that the block does not run:
+            LeaseLost, InSavepoint: as `fenced`.
+            sqlalchemy.exc.InvalidRequestError: an earlier statement has begun a transaction which nothing here would commit.
         """
         return self._keeper.fenced_transaction(self, conn)
 
@@ -206,7 +214,7 @@ class Lease:
 
         Raises:
             NoLease: the lease does not belong to a task with `run_once`.
-            LeaseLost, NotInTransaction: as `fenced`.
+            LeaseLost, NotInTransaction, InSavepoint: as `fenced`.
         """
         self.check()
         return self._keeper.complete_lease(self, conn)

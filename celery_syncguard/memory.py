@@ -13,12 +13,15 @@ from datetime import datetime, timezone
 from typing import Any
 
 from celery_syncguard import clock
-from celery_syncguard.store import Acquire, Claim, Dead, Done, Grant, Held, LockRow, Pruned, Release, Renewal
+from celery_syncguard.store import Acquire, Buried, Claim, Dead, Done, Grant, Held, LockRow, Pruned, Release, Renewal
 
 __all__ = ["MemoryStore"]
 
 #: How long one attempt of a task is remembered for its copies.
 _ATTEMPT_TTL = 3600.0
+
+#: How long after its last death a key is not given to a task, if there were too many.
+_DEATHS_OF_KEY = 3600.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -30,6 +33,13 @@ class _Row:
     process: str | None
     task_id: str | None
     copies: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class _Deaths:
+    count: int
+    last: float
+    lock_id: str | None
 
 
 @dataclasses.dataclass(slots=True)
@@ -51,8 +61,15 @@ def _attempt_key(task_id: str | None, attempt: int | None) -> str:
     return f"attempt:{task_id}:{attempt}"
 
 
-def _same(row: _Row, request: Acquire) -> bool:
-    return row.request.lock_id == request.lock_id
+def _died(row: _Row | None, request: Acquire) -> bool:
+    """Whether an expired row tells of a death: not if the process that asks held it, nor if it is this very request's."""
+    if row is None or row.task_id is None or row.request.lock_id == request.lock_id:
+        return False
+    return row.process is None or row.process != request.process
+
+
+def _subjects(key: str, task_id: str | None) -> tuple[str, ...]:
+    return (f"key:{key}",) if task_id is None else (f"key:{key}", f"task:{task_id}")
 
 
 class MemoryStore:
@@ -67,7 +84,7 @@ class MemoryStore:
         self._counters: dict[str, int] = {}
         self._completions: dict[str, _Completion] = {}
         self._claims: dict[str, _Claim] = {}
-        self._deaths: dict[str, tuple[int, float]] = {}
+        self._deaths: dict[str, _Deaths] = {}
         # One offset for all instants: they must tell the same story as the differences between them.
         self._offset = clock.wall_ms() / 1000 - clock.now()
 
@@ -92,11 +109,10 @@ class MemoryStore:
                 if done is not None and done.expires > now:
                     return Done(run_key=run_key, task_id=done.task_id, age=now - done.completed)
             if request.max_deaths is not None and request.task_id is not None:
-                deaths = self._deaths.get(request.task_id, (0, 0.0))[0]
-                deaths += row is not None and row.task_id == request.task_id and not _same(row, request)
-                if deaths >= request.max_deaths:
-                    return Dead(deaths=deaths)
-            if row is not None and not _same(row, request):
+                dead = self._dead(request, request.max_deaths, row, now)
+                if dead is not None:
+                    return dead
+            if row is not None and _died(row, request):
                 self._bury(row, now)
                 if row.task_id != request.task_id:
                     self._end_claim_of(row)
@@ -138,9 +154,25 @@ class MemoryStore:
             attempt=row.request.attempt,
         )
 
+    def _dead(self, request: Acquire, most: int, row: _Row | None, now: float) -> Dead | None:
+        key, task = (self._deaths.get(subject) for subject in _subjects(request.key, request.task_id))
+        died = _died(row, request)
+        of_task = (task.count if task is not None else 0) + (
+            died and row is not None and row.task_id == request.task_id
+        )
+        of_key = (key.count if key is not None and key.last > now - _DEATHS_OF_KEY else 0) + (
+            died and row is not None and row.expires > now - _DEATHS_OF_KEY
+        )
+        if of_task >= most:
+            return Dead(deaths=of_task)
+        return Dead(deaths=of_key, of_task=False) if of_key >= 2 * most else None
+
     def _bury(self, row: _Row, now: float) -> None:
         if row.task_id is not None:
-            self._deaths[row.task_id] = (self._deaths.get(row.task_id, (0, 0.0))[0] + 1, now)
+            for subject in _subjects(row.request.key, row.task_id):
+                before = self._deaths.get(subject)
+                count = 1 if before is None else before.count + 1
+                self._deaths[subject] = _Deaths(count, now, row.request.lock_id)
 
     def renew(self, renewals: Sequence[Renewal]) -> dict[str, bool | None]:
         answer: dict[str, bool | None] = {}
@@ -159,7 +191,18 @@ class MemoryStore:
             if release.claim_key is not None and release.task_id is not None:
                 self._unclaim(release.claim_key, release.task_id)
             row = self._rows.get(release.key)
-            if row is None or row.request.lock_id != release.lock_id:
+            if row is not None and row.request.lock_id != release.lock_id:
+                row = None
+            if release.run_key is not None and (row is not None or release.attempt_done):
+                self._complete(release.run_key, release.task_id, release.run_ttl or 0.0, now)
+            for subject in _subjects(release.key, release.task_id):
+                deaths = self._deaths.get(subject)
+                if release.attempt_done:
+                    self._deaths.pop(subject, None)
+                elif row is None and deaths is not None and deaths.lock_id == release.lock_id:
+                    # It was taken for dead.
+                    self._deaths[subject] = _Deaths(deaths.count - 1, deaths.last, None)
+            if row is None:
                 return False
             if release.min_hold is not None and row.acquired + release.min_hold > now:
                 # Under another lock_id, as a renewal that is under way must not find the lease any more.
@@ -172,8 +215,6 @@ class MemoryStore:
                 )
             else:
                 del self._rows[release.key]
-            if release.run_key is not None:
-                self._complete(release.run_key, release.task_id, release.run_ttl or 0.0, now)
             if release.attempt_done and row.copies:
                 key = _attempt_key(release.task_id, row.request.attempt)
                 self._completions.pop(key, None)
@@ -181,7 +222,7 @@ class MemoryStore:
             self._changed.notify_all()
             return True
 
-    def release_process(self, process: str) -> int:
+    def release_process(self, process: str) -> Buried:
         with self._changed:
             now = clock.now()
             dead = [row for row in self._rows.values() if row.process == process]
@@ -193,7 +234,7 @@ class MemoryStore:
                     self._end_claim_of(row)
                 del self._rows[row.request.key]
             self._changed.notify_all()
-            return len(dead)
+            return Buried(freed=len(dead))
 
     def locks(self, key: str | None = None, *, limit: int | None = None) -> list[LockRow]:
         with self._changed:
@@ -226,7 +267,7 @@ class MemoryStore:
                 self._end_claim_of(self._rows.pop(key))
             completions = [key for key, done in self._completions.items() if done.expires <= before]
             claims = [key for key, claim in self._claims.items() if claim.expires <= before]
-            deaths = [key for key, (_, last) in self._deaths.items() if last <= before - 7 * 86_400]
+            deaths = [key for key, death in self._deaths.items() if death.last <= before - 7 * 86_400]
             limit = int((before + self._offset) * 1000)
             idle = [key for key, fence in self._counters.items() if fence < limit and key not in self._rows]
             idle = idle if counters else []

@@ -144,6 +144,11 @@ class TaskOptions:
         options = cls().checked(given, owner=task.__name__)
         if options.lock_min_hold and not options.lock_key:
             raise ImproperlyConfigured(f"{task.__name__}: lock_min_hold needs a lock_key")
+        if "lock_max_deaths" in given and not options.lock_key and not options.run_once:
+            raise ImproperlyConfigured(
+                f"{task.__name__}: lock_max_deaths needs a lock_key or run_once, as deaths are counted by the lock that the "
+                f"process held"
+            )
         return options
 
     def replace(self, overrides: Mapping[str, Any]) -> TaskOptions:

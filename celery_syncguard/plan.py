@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from celery_syncguard.config import DEFAULT_TTL
-from celery_syncguard.errors import InvalidKey
+from celery_syncguard.errors import ImproperlyConfigured, InvalidKey
 from celery_syncguard.key import public_key
 from celery_syncguard.message import carried_options
 from celery_syncguard.options import Parameters, TaskOptions, Template, arguments_key, portable
@@ -81,6 +81,8 @@ class Plan:
             header[entry] = self._key(task, name, source, *dumped, serializer=serializer)
             if name in overrides:
                 header["given"] = [*header.get("given", ()), entry]
+        if "lock_max_deaths" in overrides and not (header.get("key") or header.get("run") or options.run_once):
+            raise ImproperlyConfigured("apply_async: lock_max_deaths needs a task with a lock_key or run_once")
         return options
 
     @staticmethod

@@ -22,14 +22,14 @@ from psycopg import errors as pg
 from psycopg import sql
 
 from celery_syncguard import clock
-from celery_syncguard.caller import caller
+from celery_syncguard.caller import InSavepoint, caller
 from celery_syncguard.connection import Connection, connection_parameters, describe_dsn
-from celery_syncguard.errors import InvalidKey, SchemaBehind, StoreUnavailable, SyncGuardError
+from celery_syncguard.errors import InvalidKey, LeaseNotVisible, SchemaBehind, StoreUnavailable, SyncGuardError
 from celery_syncguard.events import logger
 from celery_syncguard.listen import Listener
 from celery_syncguard.pool import Pool, Session
 from celery_syncguard.process import forget_in_children
-from celery_syncguard.store import Acquire, Claim, Dead, Done, Grant, Held, LockRow, Pruned, Release, Renewal
+from celery_syncguard.store import Acquire, Buried, Claim, Dead, Done, Grant, Held, LockRow, Pruned, Release, Renewal
 
 __all__ = ["PostgresStore"]
 
@@ -50,9 +50,23 @@ _QUERIES = {
     "claim": "SELECT to_json({}syncguard_claim($1, $2, $3, $4, $5))",
     "confirm": "SELECT to_json({}syncguard_confirm($1, $2, $3))",
     "unclaim": "SELECT to_json({}syncguard_unclaim($1, $2))",
-    "fenced": "SELECT {}syncguard_fenced(%s, %s, %s)",
+    "fenced": "SELECT {}syncguard_fenced(%s, %s, %s, %s)",
     "complete": "SELECT {}syncguard_complete(%s, %s, %s)",
 }
+
+#: Which server, database and schema a connection leads to, for comparing and for people. Addresses differ by the way in.
+_PLACE = """
+select concat_ws('/', extract(epoch from pg_postmaster_start_time()), databases.oid, functions.pronamespace),
+    concat(
+        'database ', quote_ident(databases.datname),
+        ', schema ', functions.pronamespace::regnamespace,
+        ', at ', coalesce(host(inet_server_addr()), 'the local socket'), ':', current_setting('port')
+    ),
+    current_setting('transaction_isolation')
+from pg_database as databases
+left join pg_proc as functions on functions.oid = to_regprocedure(%s)
+where databases.datname = current_database()
+"""
 
 #: The connection is gone or of no use, or the server is going down, coming up or full: another one may work.
 _TRANSIENT = (psycopg.OperationalError, psycopg.InterfaceError, pg.SerializationFailure, pg.DeadlockDetected)
@@ -151,7 +165,7 @@ class PostgresStore:
         if outcome == "done":
             return Done(run_key=row["run_key"], task_id=row["task_id"], age=(now_ms - acquired) / 1000)
         if outcome == "dead":
-            return Dead(deaths=row["deaths"])
+            return Dead(deaths=row["deaths"], of_task=row["task_id"] is not None)
         return Held(
             key=request.key,
             lock_id=row["lock_id"],
@@ -207,8 +221,8 @@ class PostgresStore:
                 f"the lock row of {release.key!r} is locked by a transaction that called fenced() and has not ended"
             ) from exc
 
-    def release_process(self, process: str) -> int:
-        return int(self._call("release_process", (process,)))
+    def release_process(self, process: str) -> Buried:
+        return Buried(**self._call("release_process", (process,)))
 
     def locks(self, key: str | None = None, *, limit: int | None = None) -> list[LockRow]:
         return [
@@ -267,17 +281,59 @@ class PostgresStore:
     # In the caller's transaction
 
     def fenced(self, conn: Any, *, key: str, lock_id: str, fence: int) -> bool:
-        return bool(self._in_caller(conn, "fenced", (key, lock_id, fence)))
+        if self._in_caller(conn, "fenced", (key, lock_id, fence, caller(conn).in_test_case())):
+            return True
+        self._refuse_if_alive_elsewhere(conn, key, lock_id)
+        return False
 
     def complete(self, conn: Any, *, run_key: str, task_id: str | None, ttl: float) -> bool:
         return bool(self._in_caller(conn, "complete", (run_key, task_id, _ms(ttl))))
 
+    def _refuse_if_alive_elsewhere(self, conn: Any, key: str, lock_id: str) -> None:
+        """Raise `LeaseNotVisible` if the caller's connection misses a lease that is alive in our database."""
+        function = f"{self._prefix()}syncguard_fenced(text, text, bigint, boolean)"
+        try:
+            if all(row.lock_id != lock_id for row in self.locks(key)):
+                return
+            where, there, _ = self.run(lambda own: own.execute(_PLACE, (function,)).fetchall())[0]
+        except SyncGuardError:
+            return  # nobody contradicts the caller's connection
+        looked_at, here, isolation = caller(conn).rows(_PLACE, (function,))[0]
+        if looked_at != where:
+            raise LeaseNotVisible(
+                f"the lease on {key!r} is alive in {there}, but this connection leads to {here}: fence a connection to the "
+                f"database in which the locks live, or let syncguard_dsn lead to the other",
+                key=key,
+                here=here,
+                there=there,
+            )
+        if isolation != "read committed":
+            raise LeaseNotVisible(
+                f"the lease on {key!r} is alive, but this {isolation} transaction is older than the lease: "
+                f"roll back, and call lease.fenced() first in a new one",
+                key=key,
+                here=here,
+                there=there,
+            )
+
+    def _prefix(self) -> str:
+        return "" if self.schema is None else '"' + self.schema.replace('"', '""') + '".'
+
     def _in_caller(self, conn: Any, name: str, parameters: tuple[Any, ...]) -> Any:
         # The caller's driver may be psycopg2 or Django's, so the schema is quoted here and not by psycopg.
-        prefix = "" if self.schema is None else '"' + self.schema.replace('"', '""').replace("%", "%%") + '".'
+        prefix = self._prefix().replace("%", "%%")
         try:
             return caller(conn).rows(_QUERIES[name].format(prefix), parameters)[0][0]
         except Exception as exc:
+            if _sqlstate(exc) == "SG004":
+                raise InSavepoint(
+                    f"the lease on {parameters[0]!r} is proved inside a savepoint first, and a rollback to it would end the "
+                    f"proof: call lease.fenced(connection) once in the transaction, before its first savepoint, or use "
+                    f"lease.transaction(connection) in place of that savepoint",
+                    key=parameters[0],
+                    what="lease.fenced()",
+                    kind=caller(conn).kind,
+                ) from exc
             if name == "fenced" and _sqlstate(exc) == pg.LockNotAvailable.sqlstate:
                 raise StoreUnavailable(
                     f"the lock row of {parameters[0]!r} is locked by another transaction: roll back and try again"

@@ -9,16 +9,19 @@ whose renewal hangs is reported lost the moment its deadline passes, not when th
   * Leases are held by weak reference: one that its owner dropped without a release is not kept alive for ever.
   * Threads start with the first lease that lives long enough to need them, and sleep while there is none.
 
-A release that the database did not answer is handed to `release_later`, and repeated until it is answered or the lease
-would have expired anyway.
+A release that the database did not answer is handed to `release_later`, and repeated until it is answered. One that only
+frees a key is dropped when the lease has expired; one that says that work is done or ends a claim is repeated as long as the
+process lives, and what has not been written by then is told (`flush`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 
 from celery_syncguard import clock
@@ -34,6 +37,37 @@ _EXPIRED = "its deadline passed without a renewal"
 
 #: Seconds without a lease after which the threads sleep until the next one.
 MAX_IDLE = 60.0
+
+#: Releases that wait for the database. While it is away no lease is granted, so there are no more than there were leases
+#: when it went; the bound is for what nobody foresees, and what comes beyond it is told as lost.
+MAX_LATE = 10_000
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Late:
+    release: Release
+    until: float
+    told: bool = False
+
+    def tell(self) -> None:
+        """Say what it means that this was not written."""
+        if self.told:
+            return
+        self.told = True
+        release = self.release
+        if release.run_key is not None:
+            logger.error(
+                "task %s is done but that could not be written (%r): if it is delivered again, it runs again",
+                release.task_id,
+                release.run_key,
+            )
+        if release.claim_key is not None:
+            logger.error(
+                "could not end the claim %r of task %s: the same work counts as queued until dedup_ttl is over",
+                release.claim_key,
+                release.task_id,
+            )
+        logger.warning("could not release %r: it is free when its ttl is over", release.key)
 
 
 class _Entry:
@@ -62,7 +96,7 @@ class Renewer:
         """After a fork (and at the start): this process has no leases and no threads."""
         self._mutex = threading.Lock()
         self._entries: dict[str, _Entry] = {}
-        self._late: list[tuple[Release, float]] = []
+        self._late: deque[_Late] = deque()
         self._loop = Loop("syncguard-renewer", self._renew_due)
         self._watch = Loop("syncguard-watchdog", self._report_lost)
         # Apart from the renewals: a release may have to queue for a connection, or wait for a row.
@@ -118,14 +152,24 @@ class Renewer:
 
     def release_later(self, release: Release, *, until: float) -> None:
         """Repeat this release until it is answered, or until the local instant `until`."""
-        with self._mutex:
-            self._late.append((release, until))
-        self._releaser.start()
-        self._releaser.wake()
+        if self.abandon(release, until=until):
+            self._releaser.start()
+            self._releaser.wake()
+
+    def abandon(self, release: Release, *, until: float) -> bool:
+        """As `release_later`, within a second or so. Takes no lock, as a destructor calls it, which runs anywhere."""
+        late = _Late(release, until)
+        if len(self._late) >= MAX_LATE:
+            late.tell()
+            return False
+        self._late.append(late)
+        return True
 
     def flush(self) -> None:
-        """One attempt at what is to be released later, in the calling thread: the process ends."""
+        """One attempt at what is to be released later, in the calling thread: the process ends. Tells what is left."""
         self._release_late()
+        for late in list(self._late):
+            late.tell()
 
     def stop(self, *, wait: bool = True) -> None:
         for loop in (self._loop, self._watch, self._releaser):
@@ -202,6 +246,9 @@ class Renewer:
             waits = [entry.due_at - now for entry in self._entries.values()]
             wait = self._pause(waits, now)
             self._renews_at = math.inf if wait is None else now + wait
+        if self._late and not self._releasing.locked():
+            self._releaser.start()
+            self._releaser.wake()
         if wait is None or not waits:
             idle = self._idle()
             if wait is None and idle is not None:
@@ -220,18 +267,21 @@ class Renewer:
         # One after the other: a process that flushes before it ends must not cut off what its thread has begun.
         with self._releasing:
             for _ in range(len(self._late)):
-                with self._mutex:
-                    if not self._late:
-                        break
-                    release, until = self._late.pop(0)
-                if clock.now() >= until:
+                try:
+                    late = self._late.popleft()
+                except IndexError:
+                    break
+                if clock.now() >= late.until:
                     continue
                 try:
-                    self._store.release(release)
+                    self._store.release(late.release)
                 except SyncGuardError:
-                    with self._mutex:
-                        self._late.append((release, until))
+                    self._late.append(late)
                     return 0.5  # one attempt that hangs is enough for now
+                except BaseException:
+                    # A signal's handler has raised.
+                    self._late.appendleft(late)
+                    raise
         return 0.0 if self._late else None
 
     # The watching thread

@@ -94,7 +94,8 @@ def next_revision(conn: Any, owner_id: UUID | str) -> int:
     """Allocate the owner's next revision, for the row that this transaction writes.
 
     Other writers of the same owner wait until the transaction ends; those of other owners do not. For several owners
-    in one transaction use `next_revisions`: two transactions that take two owners in opposite order deadlock.
+    in one transaction use `next_revisions`: two transactions that take two owners in opposite order deadlock. A rollback to
+    a savepoint returns the numbers allocated in it: allocate again for a row that is written after that.
 
     Args:
         conn: the caller's connection (`caller.caller` says which).
@@ -179,7 +180,8 @@ def current_revision(conn: Any, owner_id: UUID | str) -> int | None:
 def current_revision_for_update(conn: Any, owner_id: UUID | str) -> int | None:
     """Return the owner's newest revision and let nobody allocate another before this transaction ends.
 
-    For a write that depends on a read. `None`, and no lock, for an owner without a counter. Pulls do not wait for it.
+    For a write that depends on a read. `None`, and no lock, for an owner without a counter. Pulls do not wait for it. A
+    rollback to a savepoint ends a lock that was taken inside it.
 
     Args:
         conn: the caller's connection (`caller.caller` says which).
@@ -202,7 +204,7 @@ def guard_pull(conn: Any, owner_id: UUID | str, cursor: int, *, bound: int | Non
     Call it first in the transaction that pulls, then read every synced table with
     `where owner_id = … and revision > cursor and revision <= bound`, where `bound` is what this returned: several
     tables, read by several statements, so agree with each other. Until the transaction ends no purge removes anything
-    of this owner; writers are not held up. The transaction may be read only, but not on a replica: the primary's purge
+    of this owner, unless by a rollback to a savepoint in which this was called; writers are not held up. The transaction may be read only, but not on a replica: the primary's purge
     does not see its lock.
 
     A pull in pages, each in a transaction of its own, keeps its cursor and its bound from the first page to the last, and

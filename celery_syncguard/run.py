@@ -225,10 +225,15 @@ class Run:
             if isinstance(answer, Done):
                 return self._answer(answer)
             if isinstance(answer, Dead):
+                why = (
+                    f"again: its process died {answer.deaths} times in a row while it held {key!r} (lock_max_deaths)"
+                    if answer.of_task
+                    else f": the last {answer.deaths} processes that held {key!r} for a task died (lock_max_deaths); "
+                    f"the next one is started an hour after the last death"
+                )
                 self._fail(
                     TooManyDeaths(
-                        f"{self.task.name}[{self.request.id}] is not started again: its process died {answer.deaths} times "
-                        f"while it held {key!r} (lock_max_deaths)",
+                        f"{self.task.name}[{self.request.id}] is not started {why}",
                         task_id=self.request.id,
                         key=key,
                         deaths=answer.deaths,
@@ -268,8 +273,8 @@ class Run:
             self._disarm()
             failure = self._loss(exc) or exc
             if failure is not exc:
-                # Where we raised it is of no interest in its traceback.
-                raise failure from None
+                # The facts are ours, the place is the body's: where it was interrupted, or called check().
+                raise failure.with_traceback(exc.__traceback__) from None
             raise
         finally:
             if self in runs:
@@ -339,7 +344,7 @@ class Run:
                 run_key=run_key,
                 run_ttl=self.options.run_once_ttl if run_key is not None else None,
                 claim_key=claim_key,
-                attempt_done=_ended_by_itself(failure) and lease.lost_reason is None,
+                attempt_done=_ended_by_itself(failure) and not lease.lost,
             )
         except SyncGuardError as exc:
             logger.error("could not release %r, it ends at its ttl: %s", lease.key, exc)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 __all__ = [
     "Acquire",
+    "Buried",
     "Claim",
     "Dead",
     "Done",
@@ -34,7 +35,7 @@ class Acquire:
     """A request for a lock. Only `key`, `lock_id` and `ttl` are needed; the rest comes from a task.
 
     `run_keys`: answer `Done` instead if one of these is completed. `max_deaths`: answer `Dead` if the task lost that many
-    leases by the death of its process. `claim_key`: the task's claim, kept alive for `claim_ttl` or, without one, ended.
+    leases in a row by the death of its process, or the key twice as many, the last within an hour. `claim_key`: the task's claim, kept alive for `claim_ttl` or, without one, ended.
     """
 
     key: str
@@ -90,9 +91,10 @@ class Done:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dead:
-    """The task's process died so often while it held a lease that it is not started again."""
+    """Processes died so often in a row that the task is not started: its own, or (`of_task` false) whichever held the key."""
 
     deaths: int
+    of_task: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,7 +109,8 @@ class Renewal:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Release:
     """An end of a lease. `min_hold` keeps the key taken for so many seconds since the acquire; `run_key` records a
-    completion for `run_ttl`; `claim_key` ends the task's claim; `attempt_done`: the attempt ended by itself.
+    completion for `run_ttl`; `claim_key` ends the task's claim; `attempt_done`: the attempt ended by itself, under its
+    lease, so a completion of it is recorded even when the lease is gone by now, and the deaths before it are forgotten.
     """
 
     key: str
@@ -149,6 +152,14 @@ class Claim:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Buried:
+    """How many leases of a dead process were freed, and how many could not be yet, as their rows are locked."""
+
+    freed: int
+    busy: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Pruned:
     """How many rows of each kind were deleted."""
 
@@ -171,8 +182,8 @@ class LockStore(Protocol):
     def release(self, release: Release) -> bool:
         """End a lease early. False: it was not ours any more."""
 
-    def release_process(self, process: str) -> int:
-        """Free every lease of a process that is dead, counting the death for its tasks. How many there were."""
+    def release_process(self, process: str) -> Buried:
+        """Free every lease of a process that is dead, counting the deaths. Waits for no row that somebody has locked."""
 
     def locks(self, key: str | None = None, *, limit: int | None = None) -> list[LockRow]:
         """The live leases, oldest first; with `key` only that one's."""

@@ -28,7 +28,7 @@ from celery_syncguard import clock
 from celery_syncguard.guard import SyncGuard, lock_held
 from celery_syncguard.key import new_lock_id, normalize_key
 from celery_syncguard.lease import ttl_seconds
-from celery_syncguard.store import Acquire, Claim, Dead, Done, Grant, Held, LockRow, LockStore, Release, Renewal
+from celery_syncguard.store import Acquire, Buried, Claim, Dead, Done, Grant, Held, LockRow, LockStore, Release, Renewal
 
 __all__ = ["FakeClock", "StoreContract", "hold_elsewhere", "race_processes", "race_threads"]
 
@@ -383,9 +383,9 @@ class StoreContract:
         """Covers case 3."""
         mine = [_acquire(store, f"mine:{number}", process="p:1") for number in range(3)]
         theirs = [_acquire(store, "theirs", process="p:12"), _acquire(store, "nobody's")]
-        assert store.release_process("p:1") == len(mine)
+        assert store.release_process("p:1") == Buried(len(mine))
         assert {row.lock_id for row in store.locks()} == {grant.lock_id for grant in theirs}
-        assert store.release_process("p:1") == 0
+        assert store.release_process("p:1") == Buried(0)
 
     def test_a_task_whose_process_dies_again_and_again_is_dead(self, store: LockStore) -> None:
         for _ in range(2):
@@ -400,10 +400,48 @@ class StoreContract:
             _expire(store, "k")
         assert _ask(store, "k", task_id="t", max_deaths=2) == Dead(deaths=2)
 
+    def test_a_process_that_asks_lives_so_its_expired_lease_is_no_death(self, store: LockStore) -> None:
+        for _ in range(3):
+            _acquire(store, "k", ttl=0.05, process="p:1", task_id="t", max_deaths=1)
+            _expire(store, "k")
+        _acquire(store, "k", process="p:1", task_id="t", max_deaths=1)
+
+    def test_who_was_taken_for_dead_and_ends_its_lease_after_all_takes_that_death_back(self, store: LockStore) -> None:
+        for _ in range(3):
+            paused = _acquire(store, "k", ttl=0.05, process="p:1", task_id="t", max_deaths=2)
+            _expire(store, "k")
+            other = _acquire(store, "k", process="p:2", task_id="t", max_deaths=2)
+            assert _release(store, paused, task_id="t") is False
+            assert _release(store, paused, task_id="t") is False, "and not twice, if the answer got lost"
+            _release(store, other, task_id="t")
+        # The control: those that come back no more.
+        for _ in range(2):
+            _acquire(store, "k", process="p:3", task_id="t", max_deaths=2)
+            store.release_process("p:3")
+        assert _ask(store, "k", task_id="t", max_deaths=2) == Dead(deaths=2)
+
+    def test_an_attempt_that_ends_by_itself_ends_the_row_of_deaths(self, store: LockStore) -> None:
+        for number in range(6):
+            grant = _acquire(store, "k", process="p:1", task_id="t", max_deaths=2)
+            if number % 2:
+                _release(store, grant, task_id="t", attempt_done=True)
+            else:
+                store.release_process("p:1")
+
+    def test_a_key_on_which_every_process_dies_is_not_given_to_new_tasks_for_ever(self, store: LockStore) -> None:
+        for number in range(4):
+            _acquire(store, "k", process="p:1", task_id=f"t{number}", max_deaths=2)
+            store.release_process("p:1")
+        assert _ask(store, "k", task_id="new", max_deaths=2) == Dead(deaths=4, of_task=False)
+        _acquire(store, "another", task_id="new", max_deaths=2)
+        grant = _acquire(store, "k", task_id="patient", max_deaths=3)
+        _release(store, grant, task_id="patient", attempt_done=True)
+        _acquire(store, "k", task_id="new", max_deaths=2)
+
     def test_a_release_is_not_a_death(self, store: LockStore) -> None:
         for _ in range(3):
             _release(store, _acquire(store, "k", process="p:1", task_id="t", max_deaths=1))
-        assert store.release_process("p:1") == 0
+        assert store.release_process("p:1") == Buried(0)
         _acquire(store, "k", task_id="t", max_deaths=1)
 
     def test_release_process_ends_the_claim_that_a_lease_of_it_made(self, store: LockStore) -> None:
@@ -411,7 +449,7 @@ class StoreContract:
         _acquire(store, "k", process="p:1", task_id="t", claim_key="c", claim_ttl=60.0)
         _acquire(store, "other", process="p:2", task_id="other", claim_key="theirs", claim_ttl=60.0)
         assert _look(store, "c").task_id == "t"
-        assert store.release_process("p:1") == 1
+        assert store.release_process("p:1") == Buried(1)
         assert store.claim("c", task_id="next", ttl=60.0).ours
         assert _look(store, "theirs").task_id == "other"
 
@@ -456,6 +494,18 @@ class StoreContract:
         assert _release(store, old, run_key="run", run_ttl=60.0) is False
         _release(store, new)
         assert isinstance(_ask(store, "k", run_keys=("run",)), Grant)
+
+    def test_a_run_that_ended_well_under_its_lease_is_completed_however_late_that_is_written(
+        self, store: LockStore
+    ) -> None:
+        old = _acquire(store, "k", ttl=0.05, task_id="t")
+        _expire(store, "k")
+        new = _acquire(store, "k")
+        assert _release(store, old, task_id="t", run_key="run", run_ttl=60.0, attempt_done=True) is False
+        _release(store, new)
+        done = _ask(store, "k", run_keys=("run",))
+        assert isinstance(done, Done)
+        assert done.task_id == "t"
 
     def test_a_copy_of_a_running_attempt_is_answered_when_that_is_done(self, store: LockStore) -> None:
         """Covers case 14."""

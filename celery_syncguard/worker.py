@@ -3,7 +3,8 @@
 The undertaker frees what a dead child held. No hook of Celery runs for every kind of death, and the one for a hard time
 limit runs before the child is dead, so the processes themselves are watched: each child that was given one of our tasks
 has a pidfd in one poll set, which becomes readable the moment the process is gone, however it went. Only then are
-exactly its leases freed, by the name that the child's leases carry (`process.process_id`).
+exactly its leases freed, by the name that the child's leases carry (`process.process_id`), which is never used again. A lease
+whose row is locked, as the server still ends the statement of the dead child, is asked for again, and holds up nobody else's.
 
 The ttl is the backstop: for a lost main process, a lost host, or a database that does not answer.
 """
@@ -11,7 +12,9 @@ The ttl is the backstop: for a lost main process, a lost host, or a database tha
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+import math
 import os
 import select
 import sys
@@ -35,7 +38,7 @@ from celery_syncguard.loop import Loop
 from celery_syncguard.memory import MemoryStore
 from celery_syncguard.message import HEADER, claim_of
 from celery_syncguard.postgres import PostgresStore
-from celery_syncguard.process import process_id
+from celery_syncguard.process import child_process_id, process_id
 
 __all__ = ["GuardedRequest", "start", "stop"]
 
@@ -172,6 +175,28 @@ def _on_revoked(request: Any = None, **_: Any) -> None:
         _undertaker.end_claim(claim_key, request.id)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class _Child:
+    pid: int
+    fd: int  # its pidfd, or -1 where the system has none
+    birth: str | None
+    replaced: bool = False
+
+    @property
+    def gone(self) -> bool:
+        """Whether another look than that of its pidfd says that it is dead."""
+        return self.replaced or (birth := _birth(self.pid)) is None or birth != self.birth
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Work:
+    do: Callable[[Any], bool]  # false: not yet possible
+    loss: str  # what it means if it is never done
+    until: float
+    at: float = -math.inf
+    pause: float = 0.1
+
+
 class _Undertaker:
     """One thread that waits for deaths and does what has to be done then."""
 
@@ -179,10 +204,10 @@ class _Undertaker:
         self._reset()
 
     def _reset(self) -> None:
-        self._owner = os.getpid()
+        self._owner = process_id()
         self._mutex = threading.Lock()
-        self._watched: dict[int, int] = {}  # pid -> pidfd, or -1 where the system has none
-        self._work: deque[tuple[Callable[[Any], object], float]] = deque()
+        self._watched: dict[str, _Child] = {}  # by the name that its leases carry
+        self._work: deque[_Work] = deque()
         self._poll: Any = None
         self._wake_fds: tuple[int, int] | None = None
         self._loop = Loop("syncguard-undertaker", self._step)
@@ -195,20 +220,26 @@ class _Undertaker:
         self._binding = binding
 
     def watch(self, pid: int) -> None:
-        if pid in self._watched or self._binding is None or self._owner != os.getpid():
+        if self._binding is None or self._owner != process_id():
             return
-        if pid == self._owner or self._worker.pool_cls.is_green:
+        if pid == os.getpid() or self._worker.pool_cls.is_green:
             return  # no child; a pool of greenlets gives the number of one
+        name = child_process_id(pid)
+        if name is None or name in self._watched:
+            return
         try:
             fd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
         except ProcessLookupError:
-            self._do(lambda store: _bury(store, pid))
+            self._do(_burial(name, pid))
             return
         except OSError:
             fd = -1
         with self._mutex:
             self._prepare()
-            self._watched[pid] = fd
+            for other in self._watched.values():
+                # Its pid is used again, so it is dead. All that a system without pidfd and /proc tells.
+                other.replaced = other.replaced or other.pid == pid
+            self._watched[name] = _Child(pid, fd, _birth(pid))
             if fd >= 0:
                 self._poll.register(fd, select.POLLIN)
         self._wake()
@@ -220,17 +251,16 @@ class _Undertaker:
         """
         key = claim_of(request.request_dict.get(HEADER))
         if key is not None and not request.task.acks_late:
-            task_id = request.id
-            self._work.append((lambda store: store.unclaim(key, task_id=task_id), clock.now() + _PATIENCE))
+            self._work.append(_end_of_claim(key, request.id))
 
     def end_claim(self, key: str, task_id: str) -> None:
-        if self._binding is not None and self._owner == os.getpid():
-            self._do(lambda store: store.unclaim(key, task_id=task_id))
+        if self._binding is not None and self._owner == process_id():
+            self._do(_end_of_claim(key, task_id))
 
-    def _do(self, work: Callable[[Any], object]) -> None:
+    def _do(self, work: _Work) -> None:
         with self._mutex:
             self._prepare()
-            self._work.append((work, clock.now() + _PATIENCE))
+            self._work.append(work)
         self._wake()
 
     def _prepare(self) -> None:
@@ -257,36 +287,50 @@ class _Undertaker:
         """Wait a moment for a death or for work; what a death makes necessary becomes work."""
         assert self._wake_fds is not None
         with self._mutex:
-            blind = any(fd < 0 for fd in self._watched.values())
+            blind = any(child.fd < 0 for child in self._watched.values())
         ready = {fd for fd, _ in self._poll.poll(200 if blind or self._work else 1000)}
         if self._wake_fds[0] in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_fds[0], 4096)
-        for pid, fd in list(self._watched.items()):
-            if fd in ready or (fd < 0 and not _alive(pid)):
+        for name, child in list(self._watched.items()):
+            if child.fd in ready or (child.fd < 0 and child.gone):
                 with self._mutex:
-                    del self._watched[pid]
-                    if fd >= 0:
-                        self._poll.unregister(fd)
-                if fd >= 0:
-                    os.close(fd)
-                self._work.append((_burial(pid), clock.now() + _PATIENCE))
+                    del self._watched[name]
+                    if child.fd >= 0:
+                        self._poll.unregister(child.fd)
+                if child.fd >= 0:
+                    os.close(child.fd)
+                self._work.append(_burial(name, child.pid))
 
     def _work_off(self) -> bool:
         """False: the database does not answer, and the rest has to wait too."""
         for _ in range(len(self._work)):
-            work, until = self._work.popleft()
+            work = self._work.popleft()
+            now = clock.now()
+            if now < work.at:
+                self._work.append(work)
+                continue
             try:
-                work(self._binding.guard.store)
+                done = work.do(self._binding.guard.store)
             except SyncGuardError as exc:
-                if clock.now() < until:
-                    self._work.append((work, until))
+                self._again(work)
                 logger.warning("could not free what a dead task held, trying again: %s", exc)
                 return False
+            if not done:
+                # What holds it up is its own: the others do not wait for that.
+                work.pause = min(2 * work.pause, 2.0)
+                work.at = now + work.pause
+                self._again(work)
         return True
 
+    def _again(self, work: _Work) -> None:
+        if clock.now() < work.until:
+            self._work.append(work)
+        else:
+            logger.error("%s", work.loss)
+
     def stop(self) -> None:
-        if self._binding is None or self._owner != os.getpid():
+        if self._binding is None or self._owner != process_id():
             return
         until = clock.now() + 1.0
         self._loop.stop(wait=False)
@@ -297,34 +341,49 @@ class _Undertaker:
             if isinstance(request, GuardedRequest):
                 self.cut_off(request)
         answers = self._work_off()
-        while answers and clock.now() < until and any(not _alive(pid) for pid in self._watched):
+        while answers and clock.now() < until and (self._work or any(one.gone for one in self._watched.values())):
             self._look()
             answers = self._work_off()
+        for work in self._work:
+            logger.error("%s", work.loss)
+        self._work.clear()
         self._binding.close()
         self._binding = None
 
 
-def _burial(pid: int) -> Callable[[Any], object]:
-    return lambda store: _bury(store, pid)
+def _burial(name: str, pid: int) -> _Work:
+    def bury(store: Any) -> bool:
+        buried = store.release_process(name)
+        if buried.freed:
+            logger.warning("child process %d is dead: freed %d lease(s) that it held", pid, buried.freed)
+        return not buried.busy
+
+    loss = f"could not free what the dead child process {pid} held: it is free when its ttl is over"
+    return _Work(bury, loss, clock.now() + _PATIENCE)
 
 
-def _bury(store: Any, pid: int) -> None:
-    freed = store.release_process(process_id(pid))
-    if freed:
-        logger.warning("child process %d is dead: freed %d lease(s) that it held", pid, freed)
+def _end_of_claim(key: str, task_id: str) -> _Work:
+    def end(store: Any) -> bool:
+        store.unclaim(key, task_id=task_id)
+        return True
+
+    loss = f"could not end the claim {key!r} of task {task_id}: the same work counts as queued until dedup_ttl is over"
+    return _Work(end, loss, clock.now() + _PATIENCE)
 
 
-def _alive(pid: int) -> bool:
+def _birth(pid: int) -> str | None:
+    """When the process that has this pid began, as the system counts; empty where it does not say. None: it is dead."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return False
+        return None
     except PermissionError:
-        return True
+        pass
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return True
+        return ""
+    return None if fields[0] in ("Z", "X") else fields[19]
 
 
 _undertaker = _Undertaker()

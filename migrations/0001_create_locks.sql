@@ -42,7 +42,8 @@ ADD COLUMN task_id TEXT,
 ADD COLUMN attempt INTEGER,
 ADD COLUMN claim_key TEXT,
 ADD COLUMN copies BOOLEAN,
-ADD COLUMN waiting_until_ms BIGINT;
+ADD COLUMN waiting_until_ms BIGINT,
+ADD COLUMN deaths INTEGER;
 
 -- What is finished: run_key is what a run_once task is remembered by, or one attempt of a task whose copy was seen
 -- while it ran.
@@ -64,21 +65,24 @@ CREATE TABLE syncguard_claims (
 );
 CREATE INDEX idx_syncguard_claims_expires ON syncguard_claims (expires_at_ms);
 
--- How often a lease of this task ended because its process died instead of by a release.
+-- How many leases in a row ended because their process died instead of by a release. The subject is `task:` and a task
+-- id, or `key:` and a lock's key; lock_id is the last of these leases. An attempt that ends by itself ends the row.
 CREATE TABLE syncguard_deaths (
-  task_id TEXT PRIMARY KEY,
+  subject TEXT PRIMARY KEY,
   deaths INTEGER NOT NULL,
-  last_at_ms BIGINT NOT NULL
+  last_at_ms BIGINT NOT NULL,
+  lock_id TEXT
 );
 
 -- The server's clock in milliseconds since 1970. Never stale: it moves inside a transaction.
 CREATE FUNCTION syncguard_clock_ms() RETURNS BIGINT
 LANGUAGE sql VOLATILE
-AS $$ SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint $$;
+RETURN (extract(epoch FROM clock_timestamp()) * 1000)::bigint;
 
 -- A fence as it is stored and compared: 15 digits. A counter that has left the range is refused.
 CREATE FUNCTION syncguard_fence_text(p_fence BIGINT) RETURNS TEXT
 LANGUAGE plpgsql IMMUTABLE
+SET search_path FROM CURRENT
 AS $$
 BEGIN
   IF p_fence < 0 OR p_fence > 900000000000000 THEN
@@ -93,7 +97,8 @@ $$;
 --            p_lock_id while that lease lives gives the same grant again.
 --   held     another lease is live: its lock_id, fence, times, holder, task_id, attempt (where known). Writes nothing.
 --   done     one of p_run_keys is completed: run_key, task_id, acquired_at_ms (the moment of completion).
---   dead     p_task_id lost p_max_deaths leases by the death of its process: deaths.
+--   dead     the last p_max_deaths leases of p_task_id ended by the death of their process: deaths, task_id. Or the last
+--            2 * p_max_deaths on p_key did, whoever held them, and the last of them within an hour: deaths, no task_id.
 -- p_claim_key with p_claim_ttl_ms keeps the task's claim alive for the run; without p_claim_ttl_ms the claim ends here.
 CREATE FUNCTION syncguard_acquire(
   p_key TEXT,
@@ -128,7 +133,9 @@ DECLARE
   v_row syncguard_locks%ROWTYPE;
   v_done syncguard_completions%ROWTYPE;
   v_run_key TEXT;
-  v_deaths INTEGER := 0;
+  v_died BOOLEAN := FALSE;
+  v_deaths INTEGER;
+  v_key_deaths INTEGER;
   v_locked BOOLEAN := FALSE;
 BEGIN
   -- Two looks: without the advisory lock, so that a held lock costs one read; and again with it, since the first may
@@ -163,16 +170,28 @@ BEGIN
       END IF;
     END LOOP;
 
+    -- An expired lease of the process that asks is no death, as that lives. Nor is an expired row of p_lock_id itself: an
+    -- answer that got lost long ago.
+    v_died := v_row.key IS NOT NULL AND v_row.task_id IS NOT NULL AND v_row.holder_lock_id = v_row.lock_id
+      AND v_row.lock_id <> p_lock_id AND NOT coalesce(v_row.process = p_process, FALSE);
     IF p_max_deaths IS NOT NULL AND p_task_id IS NOT NULL THEN
-      SELECT d.deaths INTO v_deaths FROM syncguard_deaths d WHERE d.task_id = p_task_id;
-      v_deaths := coalesce(v_deaths, 0);
-      IF v_row.key IS NOT NULL AND v_row.task_id = p_task_id AND v_row.holder_lock_id = v_row.lock_id
-        AND v_row.lock_id <> p_lock_id THEN
-        v_deaths := v_deaths + 1;
+      SELECT d.deaths INTO v_deaths FROM syncguard_deaths d WHERE d.subject = 'task:' || p_task_id;
+      SELECT d.deaths INTO v_key_deaths FROM syncguard_deaths d
+      WHERE d.subject = 'key:' || p_key AND d.last_at_ms > now_ms - 3600000;
+      IF v_died AND v_row.task_id = p_task_id THEN
+        v_deaths := coalesce(v_deaths, 0) + 1;
+      END IF;
+      IF v_died AND v_row.expires_at_ms > now_ms - 3600000 THEN
+        v_key_deaths := coalesce(v_key_deaths, 0) + 1;
       END IF;
       IF v_deaths >= p_max_deaths THEN
         outcome := 'dead';
         deaths := v_deaths;
+        task_id := p_task_id;
+        RETURN;
+      ELSIF v_key_deaths >= 2 * p_max_deaths THEN
+        outcome := 'dead';
+        deaths := v_key_deaths;
         RETURN;
       END IF;
     END IF;
@@ -186,10 +205,11 @@ BEGIN
       )
       INSERT INTO syncguard_locks AS l (
         key, lock_id, expires_at_ms, acquired_at_ms, fence, user_key,
-        holder_lock_id, holder, process, task_id, attempt, claim_key
+        holder_lock_id, holder, process, task_id, attempt, claim_key, deaths
       )
       SELECT p_key, p_lock_id, t.now_ms + p_ttl_ms, t.now_ms, syncguard_fence_text(counter.fence), p_key,
-        p_lock_id, p_holder, p_process, p_task_id, p_attempt, CASE WHEN p_claim_ttl_ms IS NOT NULL THEN p_claim_key END
+        p_lock_id, p_holder, p_process, p_task_id, p_attempt, CASE WHEN p_claim_ttl_ms IS NOT NULL THEN p_claim_key END,
+        coalesce(v_deaths, v_key_deaths)
       FROM counter, LATERAL (SELECT syncguard_clock_ms() + 0 * counter.fence AS now_ms) t
       ON CONFLICT (key) DO NOTHING
       RETURNING l.* INTO v_row;
@@ -229,11 +249,9 @@ BEGIN
           ON CONFLICT DO NOTHING;
           DELETE FROM syncguard_completions c WHERE c.run_key = ANY (p_run_keys) AND c.expires_at_ms = 0;
         END IF;
-        -- An expired row of p_lock_id itself is an answer that got lost long ago, not a death.
-        IF v_row.task_id IS NOT NULL AND v_row.holder_lock_id = v_row.lock_id AND v_row.lock_id <> p_lock_id THEN
-          INSERT INTO syncguard_deaths AS d (task_id, deaths, last_at_ms)
-          VALUES (v_row.task_id, 1, now_ms)
-          ON CONFLICT (task_id) DO UPDATE SET deaths = d.deaths + 1, last_at_ms = excluded.last_at_ms;
+        IF v_died THEN
+          PERFORM syncguard_count_death(p_key, v_row.task_id, v_row.lock_id);
+          v_key_deaths := coalesce(v_key_deaths, 1);
           -- Whoever held it is dead, and so is the work that it claimed, unless this is its next delivery.
           IF v_row.task_id IS DISTINCT FROM p_task_id THEN
             DELETE FROM syncguard_claims c WHERE c.claim_key = v_row.claim_key AND c.task_id = v_row.task_id;
@@ -249,7 +267,8 @@ BEGIN
         SET lock_id = p_lock_id, expires_at_ms = t.now_ms + p_ttl_ms, acquired_at_ms = t.now_ms,
           fence = syncguard_fence_text(counter.fence), user_key = p_key,
           holder_lock_id = p_lock_id, holder = p_holder, process = p_process, task_id = p_task_id,
-          attempt = p_attempt, claim_key = CASE WHEN p_claim_ttl_ms IS NOT NULL THEN p_claim_key END, copies = NULL, waiting_until_ms = NULL
+          attempt = p_attempt, claim_key = CASE WHEN p_claim_ttl_ms IS NOT NULL THEN p_claim_key END, copies = NULL, waiting_until_ms = NULL,
+          deaths = coalesce(v_deaths, v_key_deaths)
         FROM counter, LATERAL (SELECT syncguard_clock_ms() + 0 * counter.fence AS now_ms) t
         WHERE l.key = p_key
         RETURNING l.* INTO v_row;
@@ -329,10 +348,13 @@ END
 $$;
 
 -- Ends a lease early: true if it was still there. Commits without waiting for the disk, as a release that a crash
--- loses costs others nothing but waiting, unless it records a completion (p_run_key for p_run_ttl_ms).
+-- loses costs others nothing but waiting, unless it records a completion (p_run_key for p_run_ttl_ms). That is recorded
+-- while the lease is there; and, if p_attempt_done, also when it is gone: a run that ended well under its lease was alone and
+-- is done, however late the database hears of it.
 -- p_min_hold_ms keeps the key taken for so long after the acquire, under another lock_id: a renewal that was under way
 -- must not find the lease any more. p_claim_key ends the task's claim.
--- p_attempt_done says that this attempt of the task ended by itself, so that a copy of it need not run.
+-- p_attempt_done says that this attempt of the task ended by itself under its lease, so that a copy of it need not run and
+-- the deaths before it are forgotten. A lease that was taken for dead and is released after all takes that death back.
 -- Not for use inside a longer transaction: that would become asynchronous as a whole.
 CREATE FUNCTION syncguard_release(
   p_key TEXT,
@@ -369,16 +391,22 @@ BEGIN
   IF p_claim_key IS NOT NULL THEN
     DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id;
   END IF;
-  IF v_row.key IS NULL THEN
-    RETURN FALSE;
-  END IF;
   v_now := syncguard_clock_ms();
-  IF p_run_key IS NOT NULL THEN
+  IF p_run_key IS NOT NULL AND (v_row.key IS NOT NULL OR p_attempt_done) THEN
     INSERT INTO syncguard_completions AS c (run_key, task_id, completed_at_ms, expires_at_ms)
     VALUES (p_run_key, p_task_id, v_now, v_now + p_run_ttl_ms)
     ON CONFLICT (run_key) DO UPDATE
     SET task_id = excluded.task_id, completed_at_ms = excluded.completed_at_ms, expires_at_ms = excluded.expires_at_ms
     WHERE c.expires_at_ms <= v_now;
+  END IF;
+  IF p_attempt_done AND (v_row.key IS NULL OR v_row.deaths IS NOT NULL) THEN
+    DELETE FROM syncguard_deaths d WHERE d.subject IN ('key:' || p_key, 'task:' || p_task_id);
+  ELSIF v_row.key IS NULL THEN
+    UPDATE syncguard_deaths d SET deaths = d.deaths - 1, lock_id = NULL
+    WHERE d.subject IN ('key:' || p_key, 'task:' || p_task_id) AND d.lock_id = p_lock_id;
+  END IF;
+  IF v_row.key IS NULL THEN
+    RETURN FALSE;
   END IF;
   IF p_attempt_done AND v_row.copies THEN
     INSERT INTO syncguard_completions AS c (run_key, task_id, completed_at_ms, expires_at_ms)
@@ -395,35 +423,53 @@ $$;
 -- How one attempt of a task is remembered among the completions.
 CREATE FUNCTION syncguard_attempt_key(p_task_id TEXT, p_attempt INTEGER) RETURNS TEXT
 LANGUAGE sql IMMUTABLE
-AS $$ SELECT 'attempt:' || p_task_id || ':' || p_attempt $$;
+RETURN 'attempt:' || p_task_id || ':' || p_attempt;
 
--- Frees every lease of one process that is known to be dead, and counts the death for the tasks that it ran.
--- Answers how many leases were freed. Also ends the claims that those leases' own acquires made, for messages that were
+-- Counts a lease that ended because its process died.
+CREATE FUNCTION syncguard_count_death(p_key TEXT, p_task_id TEXT, p_lock_id TEXT) RETURNS VOID
+LANGUAGE plpgsql VOLATILE
+SET lock_timeout = '2s'
+SET search_path FROM CURRENT
+AS $$
+DECLARE
+  v_now BIGINT := syncguard_clock_ms();
+BEGIN
+  INSERT INTO syncguard_deaths AS d (subject, deaths, last_at_ms, lock_id)
+  VALUES ('key:' || p_key, 1, v_now, p_lock_id), ('task:' || p_task_id, 1, v_now, p_lock_id)
+  ON CONFLICT (subject) DO UPDATE
+  SET deaths = d.deaths + 1, last_at_ms = excluded.last_at_ms, lock_id = excluded.lock_id;
+END
+$$;
+
+-- Frees the leases of one process that is known to be dead, and counts the deaths. `freed` is how many; `busy` how many
+-- others have, whose rows somebody has locked (the server still ends the dead process's statement): ask again soon.
+-- Waits for none of them. Also ends the claims that those leases' own acquires made, for messages that were
 -- published without one. A claim that is older than the lease is its message's, which may come again: whoever watches
 -- the message ends it.
-CREATE FUNCTION syncguard_release_process(p_process TEXT) RETURNS INTEGER
+CREATE FUNCTION syncguard_release_process(p_process TEXT, OUT freed INTEGER, OUT busy INTEGER)
 LANGUAGE plpgsql VOLATILE
 SET lock_timeout = '2s'
 SET search_path FROM CURRENT
 AS $$
 DECLARE
   v_row RECORD;
-  v_count INTEGER := 0;
 BEGIN
+  freed := 0;
   FOR v_row IN
-    WITH freed AS (
-      DELETE FROM syncguard_locks l
+    WITH free AS (
+      SELECT l.key FROM syncguard_locks l
       WHERE l.process = p_process AND l.holder_lock_id = l.lock_id
-      RETURNING l.key, l.task_id, l.claim_key, l.acquired_at_ms, l.waiting_until_ms
+      FOR UPDATE SKIP LOCKED
+    ), freed AS (
+      DELETE FROM syncguard_locks l USING free WHERE l.key = free.key
+      RETURNING l.key, l.lock_id, l.task_id, l.claim_key, l.acquired_at_ms, l.waiting_until_ms
     )
     -- In the order in which others lock claims.
     SELECT * FROM freed ORDER BY claim_key
   LOOP
-    v_count := v_count + 1;
+    freed := freed + 1;
     IF v_row.task_id IS NOT NULL THEN
-      INSERT INTO syncguard_deaths AS d (task_id, deaths, last_at_ms)
-      VALUES (v_row.task_id, 1, syncguard_clock_ms())
-      ON CONFLICT (task_id) DO UPDATE SET deaths = d.deaths + 1, last_at_ms = excluded.last_at_ms;
+      PERFORM syncguard_count_death(v_row.key, v_row.task_id, v_row.lock_id);
       -- Without the lock's row nobody could tell any more that this claim's worker is dead.
       DELETE FROM syncguard_claims c
       WHERE c.claim_key = v_row.claim_key AND c.task_id = v_row.task_id AND c.claimed_at_ms >= v_row.acquired_at_ms;
@@ -432,7 +478,7 @@ BEGIN
       PERFORM pg_notify('syncguard_released', v_row.key);
     END IF;
   END LOOP;
-  RETURN v_count;
+  SELECT count(*) INTO busy FROM syncguard_locks l WHERE l.process = p_process AND l.holder_lock_id = l.lock_id;
 END
 $$;
 
@@ -458,22 +504,54 @@ $$;
 
 -- In the caller's transaction: true, and nobody can take the lock over until that transaction ends; or false, and the
 -- caller must not commit. Renewals are not held up.
-CREATE FUNCTION syncguard_fenced(p_key TEXT, p_lock_id TEXT, p_fence BIGINT) RETURNS BOOLEAN
+--
+-- A row lock that is taken inside a savepoint is gone with a rollback to it, and no subtransaction can lock for its parent.
+-- So a first proof inside a savepoint is refused (SG004), unless p_savepoint says that what is around it never commits.
+-- The setting syncguard.fenced, local to the transaction, names the leases that were proved: a rollback to a savepoint
+-- takes a name back together with its row lock, so what it names is locked until the end.
+CREATE FUNCTION syncguard_fenced(
+  p_key TEXT,
+  p_lock_id TEXT,
+  p_fence BIGINT,
+  p_savepoint BOOLEAN DEFAULT FALSE
+) RETURNS BOOLEAN
 LANGUAGE plpgsql VOLATILE
 SET lock_timeout = '2s'
 SET search_path FROM CURRENT
 AS $$
 DECLARE
+  v_proved TEXT := coalesce(current_setting('syncguard.fenced', TRUE), '');
   v_expires BIGINT;
+  v_locker XID;
+  v_top XID;
 BEGIN
+  IF strpos(v_proved, p_lock_id) > 0 THEN
+    -- The row cannot have changed hands. An old snapshot would not even see its renewals.
+    RETURN TRUE;
+  END IF;
   PERFORM 1 FROM syncguard_locks l
   WHERE l.key = p_key AND l.lock_id = p_lock_id AND l.fence = lpad(p_fence::text, 15, '0')
   FOR KEY SHARE;
   IF NOT FOUND THEN
     RETURN FALSE;
   END IF;
-  SELECT l.expires_at_ms INTO v_expires FROM syncguard_locks l WHERE l.key = p_key AND l.lock_id = p_lock_id;
-  RETURN coalesce(v_expires > syncguard_clock_ms(), FALSE);
+  SELECT l.expires_at_ms, l.xmax INTO v_expires, v_locker
+  FROM syncguard_locks l WHERE l.key = p_key AND l.lock_id = p_lock_id;
+  IF v_expires <= syncguard_clock_ms() THEN
+    RETURN FALSE;
+  END IF;
+  v_top := pg_current_xact_id()::xid;
+  -- Most often the row says that the transaction itself has it locked. If not (a savepoint has, or several transactions,
+  -- whose list has a number that may look like ours): an open savepoint that has locked a row has an id, locked by itself.
+  IF NOT p_savepoint AND (v_locker <> v_top OR mxid_age(v_locker) > 0) AND EXISTS (
+    SELECT 1 FROM pg_locks k
+    WHERE k.locktype = 'transactionid' AND k.pid = pg_backend_pid() AND k.mode = 'ExclusiveLock' AND k.transactionid <> v_top
+  ) THEN
+    RAISE EXCEPTION 'the lock on % is proved inside a savepoint first', p_key
+      USING ERRCODE = 'SG004', HINT = 'Prove it in the transaction, before its first savepoint.';
+  END IF;
+  PERFORM set_config('syncguard.fenced', v_proved || ' ' || p_lock_id, TRUE);
+  RETURN TRUE;
 END
 $$;
 

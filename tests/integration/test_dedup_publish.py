@@ -598,7 +598,7 @@ def test_a_task_that_is_given_up_because_its_process_died_too_often_frees_its_cl
     task = producer.task(lock_key="{n}")
     first = task.delay(1)
     with psycopg.connect(producer.dsn) as connection:
-        connection.execute("insert into syncguard_deaths values (%s, 5, syncguard_clock_ms())", (first.id,))
+        connection.execute("insert into syncguard_deaths values (%s, 5, syncguard_clock_ms())", (f"task:{first.id}",))
     (message,) = producer.sent()
     assert isinstance(_run(task, message).result, TooManyDeaths)
     assert producer.claims() == {}

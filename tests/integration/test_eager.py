@@ -127,6 +127,29 @@ def test_an_interrupt_during_a_nested_call_reaches_the_body_that_it_is_for(app):
     assert guard_of(app).locks() == []
 
 
+@pytest.mark.parametrize("on_lost", ["interrupt", "continue"])
+def test_a_lost_lease_shows_where_its_body_was(app, on_lost):
+    """In the traceback that Celery stores: the line that was interrupted, or that asked."""
+
+    def deep_inside(lease):
+        loser = threading.Thread(target=lease.lose, args=("taken away by the test",))
+        loser.start()
+        loser.join()
+        for _ in range(3000):
+            threading.Event().wait(0.01)
+            lease.check()
+
+    @app.task(shared=False, base=LockedTask, bind=True, lock_key="k", lock_on_lost=on_lost)
+    def body(self):
+        deep_inside(self.lease)
+
+    result = body.apply()
+    assert isinstance(result.result, LeaseLost)
+    assert result.result.reason == "taken away by the test"
+    assert "in body" in result.traceback
+    assert "in deep_inside" in result.traceback
+
+
 def test_a_direct_call_takes_no_lock_and_says_how_to_test_with_one(app):
     @app.task(shared=False, base=LockedTask, bind=True, lock_key="{key}")
     def body(self, key, *, ask=False):

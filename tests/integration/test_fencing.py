@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
 import psycopg
 import pytest
+import sqlalchemy
 from sqlalchemy import orm
 
 from celery_syncguard import Lease, SyncGuard, errors
 from celery_syncguard.caller import NotInTransaction
 from celery_syncguard.key import new_lock_id
+from celery_syncguard.migrate import migrate
 from celery_syncguard.store import Acquire, Grant, Held
 from tests.fixtures.polling import poll
 from tests.integration.test_revisions_callers import (
@@ -268,6 +271,102 @@ def test_another_database_is_told_from_ours(guard: SyncGuard, empty_dsn: str) ->
         conn.transaction(),
     ):
         lease.fenced(conn)
+
+
+def test_a_lease_that_is_alive_elsewhere_is_not_lost_and_both_places_are_named(
+    guard: SyncGuard, pg_dsn: str, empty_dsn: str
+) -> None:
+    """As in Django's test database, which has the tables too."""
+    migrate(empty_dsn)
+    lease = guard.try_acquire("k")
+    assert lease is not None
+    with closing(psycopg.connect(empty_dsn)) as conn, conn.transaction():
+        with pytest.raises(errors.LeaseNotVisible) as caught:
+            lease.fenced(conn)
+    here, there = empty_dsn.rpartition("/")[2], pg_dsn.rpartition("/")[2]
+    assert f"alive in database {there}" in str(caught.value)
+    assert f"leads to database {here}" in str(caught.value)
+    assert (caught.value.key, here in caught.value.here, there in caught.value.there) == ("k", True, True)
+    lease.check()
+    with closing(psycopg.connect(pg_dsn)) as conn, lease.transaction(conn):
+        pass
+
+
+def test_another_schema_of_the_same_database_is_told_from_ours(pg_dsn: str, connection: Connection) -> None:
+    connection.execute('create schema "Own %"')
+    migrate(pg_dsn, schema="Own %")
+    with SyncGuard(pg_dsn) as guard:
+        lease = guard.try_acquire("k")
+        assert lease is not None
+        connection.execute("""set search_path = 'Own %'""")
+        with pytest.raises(errors.LeaseNotVisible, match=r'schema public.*schema "Own %"'), connection.transaction():
+            lease.fenced(connection)
+        lease.check()
+    with SyncGuard(pg_dsn, schema="Own %") as guard:
+        lease = guard.try_acquire("k")
+        assert lease is not None
+        connection.execute("set search_path = public")
+        with lease.transaction(connection):  # the schema is named, whatever the path is
+            pass
+
+
+@pytest.mark.parametrize("level", ["REPEATABLE_READ", "SERIALIZABLE"])
+def test_a_snapshot_older_than_the_lease_does_not_lose_it(level: str, guard: SyncGuard, pg_dsn: str) -> None:
+    with closing(psycopg.connect(pg_dsn)) as conn:
+        conn.isolation_level = psycopg.IsolationLevel[level]
+        with pytest.raises(errors.LeaseNotVisible, match="older than the lease"), conn.transaction():
+            conn.execute("select 1 from syncguard_locks")
+            lease = guard.try_acquire("k")
+            assert lease is not None
+            lease.fenced(conn)
+        lease.check()
+        with lease.transaction(conn):
+            pass
+
+
+def test_where_our_database_cannot_be_asked_the_callers_is_believed(
+    guard: SyncGuard, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = left_alone(guard)
+    connection.execute("delete from syncguard_locks")
+
+    def locks(*_: object) -> None:
+        raise errors.StoreUnavailable("no server")
+
+    monkeypatch.setattr(guard.store, "locks", locks)
+    with pytest.raises(errors.LeaseLost), connection.transaction():
+        lease.fenced(connection)
+
+
+def test_a_driver_of_sqlalchemy_that_we_do_not_know_is_refused_by_name(guard: SyncGuard, pg_dsn: str) -> None:
+    lease = guard.try_acquire("k")
+    assert lease is not None
+    with engine_of(pg_dsn) as engine:
+        engine.dialect.driver = "asyncpg"
+        with (
+            engine.begin() as conn,
+            pytest.raises(TypeError, match=r"asyncpg is not supported: use psycopg or psycopg2"),
+        ):
+            lease.fenced(conn)
+        lease.check()
+
+
+def test_asyncio_fences_through_run_sync(guard: SyncGuard, connection: Connection, pg_dsn: str) -> None:
+    from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+
+    lease = left_alone(guard)
+
+    async def work() -> None:
+        engine = create_async_engine(pg_dsn.replace("postgresql://", "postgresql+psycopg://"))
+        async with AsyncSession(engine) as session, session.begin():
+            await session.run_sync(lease.fenced)
+            expire(guard)
+            assert isinstance(take(guard), Held)
+            await session.execute(sqlalchemy.text("update account set balance = 7"))
+        await engine.dispose()
+
+    asyncio.run(work())
+    assert balance(connection) == 7
 
 
 def test_a_completion_shares_the_fate_of_the_callers_rows(guard: SyncGuard, connection: Connection) -> None:

@@ -13,6 +13,7 @@ import psycopg
 import pytest
 
 from celery_syncguard import LockHeld, SyncGuard, clock
+from celery_syncguard.store import Buried
 from celery_syncguard.testing import hold_elsewhere
 from tests.fixtures.polling import poll
 
@@ -122,7 +123,7 @@ def test_a_release_by_hand_and_a_dead_process_wake_waiters_too(guard: SyncGuard,
                 if end == "by hand":
                     assert guard.release(end, lock_id=grant.lock_id)
                 else:
-                    assert guard.store.release_process("elsewhere:0") == 1
+                    assert guard.store.release_process("elsewhere:0") == Buried(1)
                 taken.result(10)
 
 

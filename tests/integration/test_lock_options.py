@@ -8,11 +8,11 @@ import time
 import pytest
 from celery.exceptions import Reject, Retry
 
-from celery_syncguard import LockedTask, TooManyDeaths, binding
+from celery_syncguard import ImproperlyConfigured, LockedTask, TooManyDeaths, binding
 from celery_syncguard.key import new_lock_id
+from celery_syncguard.memory import MemoryStore
 from celery_syncguard.options import TaskOptions
-from celery_syncguard.process import process_id
-from celery_syncguard.store import Acquire, Grant
+from celery_syncguard.store import Acquire, Buried, Grant
 from tests.fixtures.polling import poll
 
 
@@ -156,9 +156,17 @@ def test_without_the_setting_a_lease_lasts_thirty_seconds(app, guard):
 def die(guard, task_id, *, times):
     """What a child that is killed leaves behind, so many times."""
     for _ in range(times):
-        request = Acquire(key="k", lock_id=new_lock_id(), ttl=60, process=process_id(1), task_id=task_id)
+        request = Acquire(key="k", lock_id=new_lock_id(), ttl=60, process="p:1", task_id=task_id)
         assert isinstance(guard.store.acquire(request), Grant)
-        assert guard.store.release_process(process_id(1)) == 1
+        assert guard.store.release_process("p:1") == Buried(1)
+
+
+def an_hour_goes_by(guard):
+    if isinstance(guard.store, MemoryStore):
+        for deaths in guard.store._deaths.values():
+            deaths.last -= 3600
+    else:
+        guard.store.run(lambda conn: conn.execute("update syncguard_deaths set last_at_ms = last_at_ms - 3600000"))
 
 
 def test_a_task_runs_after_four_deaths_and_fails_after_five_unless_told_otherwise(app, guard):
@@ -176,3 +184,34 @@ def test_a_task_runs_after_four_deaths_and_fails_after_five_unless_told_otherwis
     assert f.apply(task_id="five", lock_max_deaths=6).get() == "ran"
     # The key itself is none the worse.
     assert f.apply(task_id="another").get() == "ran"
+
+
+def test_work_that_is_published_anew_does_not_kill_processes_for_ever(app, guard):
+    """An hour after the last death one is tried, and only if that ends well, the next."""
+
+    @app.task(base=LockedTask, shared=False, lock_key="k")
+    def f():
+        return "ran"
+
+    for number in range(10):
+        die(guard, f"id {number}", times=1)
+    error = f.apply(task_id="new").result
+    assert isinstance(error, TooManyDeaths)
+    assert "the last 10 processes that held 'k' for a task died" in str(error)
+    an_hour_goes_by(guard)
+    die(guard, "the hour's only one", times=1)
+    assert isinstance(f.apply(task_id="new").result, TooManyDeaths)
+    an_hour_goes_by(guard)
+    assert [f.apply(task_id=task_id).get() for task_id in ("new", "next")] == ["ran", "ran"]
+
+
+@pytest.mark.parametrize("options", [{"lock_key": None}, {"dedup_key": "f"}], ids=str)
+def test_a_bound_on_deaths_is_refused_for_a_call_without_a_lock(app, options):
+    @app.task(base=LockedTask, shared=False, **options)
+    def f():
+        return "ran"
+
+    with pytest.raises(ImproperlyConfigured, match="needs a task with a lock_key or run_once"):
+        f.apply(lock_max_deaths=3)
+    assert f.apply(lock_max_deaths=3, lock_key="k").get() == "ran"
+    assert f.apply(lock_max_deaths=3, run_once=True).get() == "ran"

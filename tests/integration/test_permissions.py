@@ -17,7 +17,7 @@ from celery_syncguard.errors import SchemaBehind, StoreUnavailable
 from celery_syncguard.key import new_lock_id
 from celery_syncguard.postgres import PostgresStore
 from celery_syncguard.process import process_id
-from celery_syncguard.store import Acquire, Grant, Release, Renewal
+from celery_syncguard.store import Acquire, Buried, Grant, Release, Renewal
 from tests.fixtures.polling import poll
 
 OPERATIONS = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text("utf-8")
@@ -80,7 +80,7 @@ def a_workers_day(dsn: str) -> None:
         assert store.confirm([("c", "t", 20.0)]) == 1
         assert store.unclaim("c", task_id="t")
         assert isinstance(store.acquire(Acquire("b", new_lock_id(), 5.0, process="p:1", task_id="t")), Grant)
-        assert store.release_process("p:1") == 1
+        assert store.release_process("p:1") == Buried(1)
         assert store.locks() == []
         store.prune(older=0.0, counters=True)
     finally:

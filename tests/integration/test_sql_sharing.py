@@ -11,7 +11,7 @@ import pytest
 from celery_syncguard import SyncGuard, migrate
 from celery_syncguard.key import new_lock_id
 from celery_syncguard.postgres import PostgresStore
-from celery_syncguard.store import Acquire, Grant, Held, Release, Renewal
+from celery_syncguard.store import Acquire, Buried, Grant, Held, Release, Renewal
 from tests.fixtures.other_client import OtherClient
 from tests.fixtures.polling import poll
 
@@ -109,7 +109,7 @@ def test_a_lease_that_the_other_client_took_over_can_do_nothing_and_its_holder_i
         assert (held.lock_id, held.holder, held.task_id) == (taken[0], None, None)
         assert store.renew([Renewal("a", ours.lock_id, 30.0)]) == {}
         assert store.release(Release("a", ours.lock_id)) is False
-        assert store.release_process("p:1") == 0, "a dead process of ours does not free somebody else's lease"
+        assert store.release_process("p:1") == Buried(0), "a dead process of ours does not free somebody else's lease"
         assert int(taken[1]) > grant.fence
         # Negative control: the stale words are there, so that it takes the comparison not to show them.
         assert other.conn.execute("select holder, task_id from syncguard_locks").fetchall() == [

@@ -6,8 +6,9 @@ import psycopg
 import pytest
 
 from celery_syncguard import SyncGuard, errors
+from celery_syncguard.key import new_lock_id
 from celery_syncguard.postgres import PostgresStore
-from celery_syncguard.store import Grant
+from celery_syncguard.store import Acquire, Grant, Held
 from celery_syncguard.testing import race_threads
 from tests.fixtures.polling import poll
 
@@ -27,6 +28,18 @@ def test_a_lease_lives_is_proved_and_is_released_behind_a_pooler(pgbouncer_dsn: 
         poll(lambda: lease.deadline > deadline + 0.5)
         with psycopg.connect(pgbouncer_dsn, prepare_threshold=None) as connection, lease.transaction(connection):
             connection.execute("select 1")
+            with pytest.raises(ZeroDivisionError), lease.transaction(connection):
+                connection.execute("create table rolled_back ()")
+                1 / 0
+            assert isinstance(guard.store.acquire(Acquire(key="k", lock_id=new_lock_id(), ttl=2.0)), Held)
+        with (
+            psycopg.connect(pgbouncer_dsn, prepare_threshold=None) as connection,
+            pytest.raises(errors.SyncGuardError, match="savepoint"),
+            connection.transaction(),
+            connection.transaction(),
+        ):
+            # Another transaction on the same server session, for which nothing has been proved.
+            lease.fenced(connection)
         assert lease.release()
         assert guard.locks() == []
         with pytest.raises(errors.NoLease):

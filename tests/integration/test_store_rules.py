@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from celery_syncguard import SyncGuard, errors, migrate
 from celery_syncguard.key import new_lock_id
 from celery_syncguard.postgres import PostgresStore
-from celery_syncguard.store import Acquire, Done, Grant, Held, Release, Renewal
+from celery_syncguard.store import Acquire, Buried, Done, Grant, Held, Release, Renewal
 from celery_syncguard.testing import race_threads
 from tests.fixtures.polling import poll
 
@@ -159,7 +160,7 @@ def test_a_renewal_of_a_row_in_use_is_neither_renewed_nor_lost(
     assert store.renew(renewals) == {lease.lock_id: True, other.lock_id: True}
 
 
-@pytest.mark.parametrize("call", ["release", "unclaim", "confirm", "release_process"])
+@pytest.mark.parametrize("call", ["release", "unclaim", "confirm"])
 def test_every_other_wait_is_bounded_and_becomes_our_error(
     call: str, store: PostgresStore, session: Connection
 ) -> None:
@@ -169,7 +170,6 @@ def test_every_other_wait_is_bounded_and_becomes_our_error(
         "release": lambda: store.release(Release(key="k", lock_id=lease.lock_id)),
         "unclaim": lambda: store.unclaim("c", task_id="t"),
         "confirm": lambda: store.confirm([("c", "t", 900.0)]),
-        "release_process": lambda: store.release_process("p:1"),
     }
     with session.transaction():
         session.execute("select 1 from syncguard_locks for update")
@@ -177,6 +177,26 @@ def test_every_other_wait_is_bounded_and_becomes_our_error(
         with pytest.raises(errors.StoreUnavailable):
             calls[call]()
     calls[call]()
+
+
+def test_a_burial_frees_what_it_can_at_once_and_waits_for_no_row_that_is_in_use(
+    store: PostgresStore, session: Connection
+) -> None:
+    """The server goes on with the statement of a dead child for as long as that takes. The control is a delete that waits."""
+    busy = grant(store, "busy", process="p:1")
+    for key in ("a", "b"):
+        grant(store, key, process="p:1")
+    with session.transaction():
+        session.execute("select syncguard_fenced('busy', %s, %s)", (busy.lock_id, busy.fence))
+        with psycopg.connect(store.dsn, autocommit=True) as other:
+            other.execute("set lock_timeout = '50ms'")
+            with pytest.raises(psycopg.errors.LockNotAvailable):
+                other.execute("delete from syncguard_locks where process = 'p:1'")
+        started = time.monotonic()
+        assert store.release_process("p:1") == Buried(freed=2, busy=1)
+        assert time.monotonic() - started < 1
+        assert [row.key for row in store.locks()] == ["busy"]
+    assert store.release_process("p:1") == Buried(freed=1)
 
 
 def test_a_waiter_that_cannot_announce_itself_has_heard_nothing(store: PostgresStore, session: Connection) -> None:

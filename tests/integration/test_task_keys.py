@@ -317,6 +317,8 @@ def test_arguments_that_do_not_make_a_key_are_refused_before_anything_is_sent(ap
         ({"lock_key": "f", "lock_retry_delay": (5, 1)}, "lock_retry_delay"),
         ({"lock_key": "f", "lock_max_deaths": 0}, "lock_max_deaths"),
         ({"lock_key": None, "lock_min_hold": 5}, "lock_min_hold needs a lock_key"),
+        ({"lock_key": None, "lock_max_deaths": 3}, "lock_max_deaths needs a lock_key or run_once"),
+        ({"dedup_key": "f", "lock_max_deaths": 3}, "lock_max_deaths needs a lock_key or run_once"),
         ({"lock_key": "f", "dedup_until": "later"}, "dedup_until is one of"),
         ({"lock_key": "f", "run_once_ttl": 0}, "run_once_ttl"),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_syncguard import Lease, SyncGuard, binding
+from celery_syncguard import Lease, SyncGuard, binding, renewer
 from celery_syncguard.errors import StoreUnavailable
 from celery_syncguard.memory import MemoryStore
 from celery_syncguard.store import Release, Renewal
@@ -174,3 +174,50 @@ def test_a_thread_that_could_not_be_started_is_started_for_the_next_lease(
     lease.on_lost = lambda _: told.set()
     assert told.wait(10)
     assert guard._renewer._watch.running
+
+
+def test_a_completion_is_repeated_until_it_is_written_however_long_that_takes(guard: SyncGuard, store: Moody) -> None:
+    """The control is a release that says nothing but that the key is free: at the end of its ttl it is that anyway."""
+    with FakeClock() as time:
+        done, plain = acquire(guard, "done", ttl=0.5), acquire(guard, "plain", ttl=0.5)
+        done.task_id = "t"
+        store.mood = "unreachable"
+        guard.release_lease(done, run_key="run", run_ttl=60.0, attempt_done=True)
+        guard.release_lease(plain)
+        guard._renewer._releaser.stop()
+        time.advance(3600)
+        guard._renewer._release_late()
+        store.mood = "renewed"
+        guard._renewer._release_late()
+        assert guard.store.locks() == []
+        assert list(store._completions) == ["run"]
+        assert "plain" in store._rows
+
+
+def test_what_could_not_be_written_until_the_process_ends_is_told(
+    guard: SyncGuard, store: Moody, caplog: pytest.LogCaptureFixture
+) -> None:
+    lease = acquire(guard, "k", ttl=60)
+    lease.task_id = "t"
+    store.mood = "unreachable"
+    guard.release_lease(lease, run_key="run", run_ttl=60.0, claim_key="c", attempt_done=True)
+    for _ in range(2):
+        guard.close()
+        guard.flush()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert told == [
+        "task t is done but that could not be written ('run'): if it is delivered again, it runs again",
+        "could not end the claim 'c' of task t: the same work counts as queued until dedup_ttl is over",
+    ]
+
+
+def test_releases_that_wait_are_bounded_and_what_is_beyond_is_told(
+    guard: SyncGuard, store: Moody, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renewer, "MAX_LATE", 2)
+    store.mood = "unreachable"
+    for number in range(3):
+        guard.release_lease(acquire(guard, f"k{number}", ttl=60), run_key=f"run:{number}", run_ttl=60.0)
+    assert [record.args[1] for record in caplog.records if record.levelname == "ERROR" and record.args] == ["run:2"]
+    store.mood = "renewed"
+    poll(lambda: sorted(store._completions) == ["run:0", "run:1"])
