@@ -344,8 +344,11 @@ class SyncGuard:
         """A lease was lost. Told once for each, by whichever thread noticed."""
         self._renewer.remove(lease)
         on_lost = lease.on_lost  # read once: the body's end takes it away
-        if on_lost is not None:
-            on_lost(lease)
+        if on_lost is None or on_lost(lease) is not True:
+            self.tell_lost(lease)
+
+    def tell_lost(self, lease: Lease) -> None:
+        """By `lease_ended`, or by whoever answered there that it finds out why first."""
         self.counts["lost"] += 1
         logger.warning("lost the lease on %r (fence %d): %s", lease.key, lease.fence, lease.lost_reason)
         self.events.emit("lease_lost", lease=lease)

@@ -331,9 +331,9 @@ class PostgresStore:
         except Exception as exc:
             if _sqlstate(exc) == "SG004":
                 raise InSavepoint(
-                    f"the lease on {parameters[0]!r} is proved inside a savepoint first, and a rollback to it would end the "
-                    f"proof: call lease.fenced(connection) once in the transaction, before its first savepoint, or use "
-                    f"lease.transaction(connection) in place of that savepoint",
+                    f"the lease on {parameters[0]!r} is proved inside a savepoint first (a block in an open transaction is one), "
+                    f"and a rollback to it would end the proof: call lease.fenced(connection) once in the transaction, before "
+                    f"its first savepoint, or use lease.transaction(connection) in place of that savepoint",
                     key=parameters[0],
                     what="lease.fenced()",
                     kind=caller(conn).kind,
