@@ -216,7 +216,9 @@ class Run:
                     return self._run_body(body, None)
                 continue
             except Exception as exc:
-                # A soft time limit ends the wait and the task.
+                # A soft time limit ends the wait and the task, perhaps just after the grant.
+                if not isinstance(exc, SyncGuardError):
+                    self._guard.give_back(request)
                 if not self._will_autoretry(exc):
                     self._end_claim(self.header.get("claim"))
                 raise
