@@ -36,6 +36,7 @@ class Acquire:
 
     `run_keys`: answer `Done` instead if one of these is completed. `max_deaths`: answer `Dead` if the task lost that many
     leases in a row by the death of its process, or the key twice as many, the last within an hour. `claim_key`: the task's claim, kept alive for `claim_ttl` or, without one, ended.
+    `call_id`: which publish of the task id this is.
     """
 
     key: str
@@ -49,6 +50,7 @@ class Acquire:
     max_deaths: int | None = None
     claim_key: str | None = None
     claim_ttl: float | None = None
+    call_id: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class Held:
     holder: str | None = None
     task_id: str | None = None
     attempt: int | None = None
+    call_id: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

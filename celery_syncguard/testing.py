@@ -199,6 +199,9 @@ def _expire(store: LockStore, key: str = "k") -> None:
 class StoreContract:
     """What every lock store does. Test ids are the same for all of them."""
 
+    #: How often each race is run.
+    rounds = 1000
+
     # Acquire
 
     def test_a_free_key_is_granted(self, store: LockStore) -> None:
@@ -684,11 +687,11 @@ class StoreContract:
 
     def test_of_32_threads_exactly_one_wins_every_round(self, store: LockStore) -> None:
         """Covers case 26, case 28."""
-        _assert_one_winner(race_threads(store, threads=32, rounds=1000), contenders=32)
+        _assert_one_winner(race_threads(store, threads=32, rounds=self.rounds), contenders=32)
 
     def test_of_8_processes_exactly_one_wins_every_round(self, reopen: Callable[[], LockStore]) -> None:
         """Covers case 26, case 28."""
-        _assert_one_winner(race_processes(reopen, processes=8, rounds=1000), contenders=8)
+        _assert_one_winner(race_processes(reopen, processes=8, rounds=self.rounds), contenders=8)
 
     def test_fences_rise_in_the_order_of_the_grants_under_contention(self, store: LockStore) -> None:
         order: list[int] = []

@@ -17,6 +17,7 @@ from celery_syncguard.memory import MemoryStore
 from celery_syncguard.postgres import PostgresStore
 from celery_syncguard.run import Run
 from celery_syncguard.store import Acquire, Claim, Held, Release
+from tests.fixtures import soak
 from tests.fixtures.polling import poll
 from tests.fixtures.proxy import Proxy
 
@@ -108,11 +109,12 @@ def race(make, *, processes, rounds):
     return [list(one) for one in zip(*answers, strict=True)]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("rounds", [1000])
-def test_of_fifty_processes_that_publish_at_once_one_publishes_and_all_learn_its_id(pg_dsn, broker, rounds):
+def test_of_fifty_processes_that_publish_at_once_one_publishes_and_all_learn_its_id(pg_dsn, broker):
     """cases 28, 29: each round is a barrier; the queue holds one message per round."""
+    rounds = soak.rounds(100, soak=1000)
     answers = race(lambda: make_producer(pg_dsn, broker.url, broker.queue), processes=50, rounds=rounds)
     for one in answers:
         assert [duplicate for _, duplicate in one].count(False) == 1
