@@ -234,11 +234,7 @@ class Run:
                     return self._run_body(body, None)
                 continue
             except Exception as exc:
-                # A soft time limit ends the wait and the task, perhaps just after the grant.
-                if not isinstance(exc, SyncGuardError):
-                    self._guard.give_back(request)
-                if not self._will_autoretry(exc):
-                    self._end_claim(self.header.get("claim"))
+                self._stop_asking(request, exc)
                 raise
             if isinstance(answer, Lease):
                 return self._run_body(body, answer)
@@ -247,6 +243,13 @@ class Run:
             if isinstance(answer, Dead):
                 self._fail(self._too_many(answer, key))
             self._blocked(answer)
+
+    def _stop_asking(self, request: Acquire, exc: Exception) -> None:
+        """The wait and the task are over. By a soft time limit, perhaps just after the grant."""
+        if not isinstance(exc, SyncGuardError):
+            self._guard.give_back(request)
+        if not self._will_autoretry(exc):
+            self._end_claim(self.header.get("claim"))
 
     def _too_many(self, dead: Dead, key: str) -> TooManyDeaths:
         why = (
