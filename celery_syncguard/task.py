@@ -96,10 +96,11 @@ class LockedTask(Task):  # type: ignore[misc]
         cls = type(self)
         # A base's plan is not ours.
         found: Plan | None = cls.__dict__.get("_plan")
-        if found is None or found.body is not cls.run:
+        own = self.__dict__.get("run") if cls.run is Task.run else None
+        if found is None or found.body is not (own or cls.run):
             if "_plan" not in cls.__dict__:
                 cls._prepare(self.app)
-            found = cls._plan = Plan.of_class(cls, lock_ttl=binding.settings_for(self.app).lock_ttl)
+            found = cls._plan = Plan.of_class(cls, lock_ttl=binding.settings_for(self.app).lock_ttl, own=own)
         return found
 
     # Publishing
