@@ -210,6 +210,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
             left = self._next_tick - clock.now()
             if left <= 0:
                 left = self._inner.tick()
+                left = min(left, getattr(self._inner, "look_in", left))
                 self._failures, self._complained = 0, False
         except LeaseLost as exc:
             # The database knows better than our clock: the row is gone, or somebody else's.

@@ -21,6 +21,11 @@ __all__ = ["body_of", "signature_of"]
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
+_UNKNOWN = inspect.Signature([inspect.Parameter("args", _VARIADIC[0]), inspect.Parameter("kwargs", _VARIADIC[1])])
+
+#: Where decorators come from that hand on without showing it: of tasks with pydantic=True, two packages' `retry`.
+_TRUSTED = frozenset({"backoff._sync", "celery.app.base", "tenacity"})
+
 #: Methods of a dict that do not change it.
 _READS = frozenset({"copy", "get", "items", "keys", "values"})
 
@@ -63,7 +68,11 @@ def signature_of(task: type) -> inspect.Signature:
         )
     takes_task = not isinstance(body, staticmethod) and hasattr(type(body), "__get__")
     while True:
-        signature = inspect.signature(function, follow_wrapped=False)
+        try:
+            signature = inspect.signature(function, follow_wrapped=False)
+        except ValueError:
+            # Of an object that only shows what it wraps, or of compiled code.
+            signature = _UNKNOWN
         parameters = list(signature.parameters.values())
         if takes_task and parameters and parameters[0].kind not in _VARIADIC:
             del parameters[0]
@@ -82,8 +91,7 @@ def _is_async(function: Any) -> bool:
 
 def _hands_on(wrapper: Any) -> bool:
     """Whether a wrapper's source shows that it calls what it wraps with its own arguments as they came, and only so."""
-    if _module_of(wrapper) == "celery.app.base":
-        # Of a task with pydantic=True: it turns each argument into its model.
+    if _module_of(wrapper) in _TRUSTED:
         return True
     try:
         # Of the code: of a function it would be that of the one inside.

@@ -304,8 +304,17 @@ class Run:
             if not runs:
                 _running.pop(here, None)
             self.request.__dict__.pop(RUN, None)
-            self._end(lease, failure)
+            self._end(self.lease, failure)
             failure = None
+
+    def give_up_lease(self) -> None:
+        """What an eager body puts in its own place runs inside of it, and may need the same lock. In a worker it comes after the
+        end of the body.
+        """
+        self._disarm()
+        lease, self.lease = self.lease, None
+        self.key_passed_on = True
+        self._end(lease, Ignore("replaced"))
 
     def _start(self, lease: Lease) -> None:
         lease.run_key = self.run_key
@@ -460,7 +469,7 @@ class Run:
     def _first_result(self, done: Done) -> Any:
         """What the first run returned, if a result backend knows; else None."""
         ignored = self.task.ignore_result if self.request.ignore_result is None else self.request.ignore_result
-        if done.task_id is None or self.request.is_eager or ignored:
+        if done.task_id is None or ignored or (self.request.is_eager and not self.task.store_eager_result):
             return None
         # The lock is released before Celery stores the result. Answering in between would store None over it.
         give_up_at = clock.now() + (_HANDOVER if done.age < 2 * _HANDOVER else 0.0)
@@ -545,8 +554,12 @@ class Run:
         self._end_claim(self.header.get("claim"))
         signals.task_skipped.send(sender=self.task, skipped=marker)
         # Under one task id there is one result: that of the body which runs.
-        if not self.request.is_eager and held.task_id != self.request.id:
-            skipped.settle(self.task, self.request, marker)
+        if held.task_id != self.request.id:
+            if not self.request.is_eager:
+                skipped.settle(self.task, self.request, marker)
+            elif self.task.store_eager_result and skipped.wants_result(self.task, self.request):
+                stored = skipped.marker_for(self.task.backend, marker)
+                self.task.backend.store_result(self.request.id, stored, skipped.SKIPPED, request=self.request)
         raise Answered(f"skipped: {error}", marker)
 
     def _delay(self) -> float:

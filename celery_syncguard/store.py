@@ -70,10 +70,10 @@ class Grant:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """Somebody else's lease is live on the key. What is not known of the holder is None."""
+    """Somebody else's lease is live on the key: which one is always known. None: its holder left that out, or wrote a fence that is no number."""
 
     key: str
-    lock_id: str | None
+    lock_id: str
     fence: int | None
     since: float
     remaining: float

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from celery import Task, current_task
 from celery.app.task import Context
+from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import EagerResult
 from celery.signals import task_postrun
 from celery.states import SUCCESS
@@ -131,10 +132,9 @@ class LockedTask(Task):  # type: ignore[misc]
             return self._publish(args, kwargs, task_id, producer, link, link_error, shadow, **options)
         except Exception as exc:
             call = dict(options, task_id=task_id)
-            is_trouble = isinstance(exc, (OperationalError, EncodeError)) and not is_refusal(exc)
-            if is_trouble or not dedup.follows(call):
-                raise
-            return self._fail_unsent(exc, args, kwargs, link_error, call)
+            if _is_own_fault(exc) and dedup.follows(call) and not self.app.conf.task_always_eager:
+                return self._fail_unsent(exc, args, kwargs, link_error, call)
+            raise
 
     def _publish(  # noqa: PLR0917 - as `apply_async`
         self,
@@ -286,6 +286,13 @@ class LockedTask(Task):  # type: ignore[misc]
             options["headers"] = {**request.headers, HEADER: header}
         return super().signature_from_request(request, args, kwargs, queue=queue, **options)
 
+    def on_replace(self, sig: Any) -> Any:
+        """As Celery's. What comes in this task's place may need the same lock, also where it runs inside of the body."""
+        run = self._run_of_request()
+        if run is not None and run.lease is not None and self.request.is_eager:
+            run.give_up_lease()
+        return super().on_replace(sig)
+
     # Running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -343,6 +350,14 @@ class LockedTask(Task):  # type: ignore[misc]
         from celery_syncguard.stamps import clock_for
 
         return clock_for(self.app)
+
+
+def _is_own_fault(exc: Exception) -> bool:
+    """Whether a publish failed because of the task, not because the broker could not be reached or the process is short of time
+    or memory.
+    """
+    trouble = (OperationalError, EncodeError, SoftTimeLimitExceeded, MemoryError)
+    return is_refusal(exc) or not isinstance(exc, trouble)
 
 
 class _EagerlySkipped(EagerResult):  # type: ignore[misc]

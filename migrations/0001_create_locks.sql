@@ -160,6 +160,9 @@ BEGIN
     END IF;
     EXIT WHEN v_locked;
     PERFORM pg_advisory_xact_lock(hashtext(p_key));
+    -- Whoever is writing the row (a renewal, a waiter, a prune) is waited for, so that from here on a locked row is one in
+    -- use by a transaction that called fenced(), and by nobody else.
+    PERFORM 1 FROM syncguard_locks l WHERE l.key = p_key FOR NO KEY UPDATE;
     v_locked := TRUE;
   END LOOP;
 
@@ -225,10 +228,13 @@ BEGIN
       ELSE
         -- Only a writer that skips the advisory lock gets here.
         SELECT * INTO v_row FROM syncguard_locks l WHERE l.key = p_key;
+        IF NOT FOUND THEN
+          RAISE EXCEPTION 'the lock on % changes hands faster than it can be read', p_key USING ERRCODE = '40001';
+        END IF;
         outcome := 'held';
       END IF;
     ELSE
-      -- Expired. A row that somebody has locked is in use: by a transaction that called fenced(), or by a renewal.
+      -- Expired. A row that somebody has locked is in use by a transaction that called fenced().
       PERFORM 1 FROM syncguard_locks l
       WHERE l.key = p_key AND l.lock_id = v_row.lock_id AND l.expires_at_ms <= now_ms
       FOR UPDATE SKIP LOCKED;
@@ -421,7 +427,8 @@ BEGIN
     VALUES (syncguard_attempt_key(coalesce(v_row.call_id, p_task_id), v_row.attempt), p_task_id, v_now, v_now + 3600000)
     ON CONFLICT (run_key) DO UPDATE SET expires_at_ms = excluded.expires_at_ms;
   END IF;
-  IF v_row.waiting_until_ms > v_now THEN
+  -- A full queue would fail the whole release at its commit. Whoever waits looks by himself, too.
+  IF v_row.waiting_until_ms > v_now AND pg_notification_queue_usage() < 0.5 THEN
     PERFORM pg_notify('syncguard_released', p_key);
   END IF;
   RETURN TRUE;
@@ -482,7 +489,7 @@ BEGIN
       DELETE FROM syncguard_claims c
       WHERE c.claim_key = v_row.claim_key AND c.task_id = v_row.task_id AND c.claimed_at_ms >= v_row.acquired_at_ms;
     END IF;
-    IF v_row.waiting_until_ms > syncguard_clock_ms() THEN
+    IF v_row.waiting_until_ms > syncguard_clock_ms() AND pg_notification_queue_usage() < 0.5 THEN
       PERFORM pg_notify('syncguard_released', v_row.key);
     END IF;
   END LOOP;
