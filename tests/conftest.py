@@ -12,6 +12,7 @@ Not here: tasks and applications (they lie beside their tests) and the fixtures'
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import signal
@@ -102,6 +103,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
     items[:] = dealt(kept, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def pytest_collection_finish() -> None:
+    # Thousands of tests and all that they import stay until the end; no collection need look at them again.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
