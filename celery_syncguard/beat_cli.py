@@ -154,20 +154,27 @@ def leader(ctx: click.Context, *, key: str | None, healthy: bool, json_wanted: b
 
 @click.command("step-down")
 @_key_option
+@click.option("--yes", is_flag=True, help="Do not ask.")
 @click.pass_context
-def step_down(ctx: click.Context, *, key: str | None) -> None:
+def step_down(ctx: click.Context, *, key: str | None, yes: bool) -> None:
     """End the present term: another beat leads at once, if there is one.
 
-    The leader notices before it sends anything more, and stands by.
+    The leader notices before it sends anything more, and stands by. Without another one it leads again after about 2 s.
     """
-    from celery_syncguard.leadership import leader_lock_key
+    from celery_syncguard.leadership import end_term, leader_lock_key
 
     with target(ctx).guard() as guard:
         key = key or guard.settings.leader_key
         lock = guard.inspect(leader_lock_key(key))
         if lock is None:
             fail(f"nobody leads {key}")
-        if not guard.release(lock.key, lock_id=lock.lock_id):
+        if not yes:
+            click.echo(
+                f"{printable(lock.holder or 'somebody who left no name')} leads {printable(key)}, term {lock.fence}, "
+                f"since {duration(lock.since)}."
+            )
+            click.confirm("End its term?", abort=True)
+        if not end_term(guard, key, lock_id=lock.lock_id, ttl=lock.remaining):
             fail("the leader has just changed; try again")
     click.echo(f"ended term {lock.fence} of {printable(lock.holder)}")
 

@@ -18,8 +18,9 @@ from psycopg import sql
 
 from celery_syncguard import clock, migrate
 from celery_syncguard.config import Settings
-from celery_syncguard.connection import Connection, connection_parameters, describe_dsn
+from celery_syncguard.connection import Connection, connection_parameters, describe_dsn, in_statement_mode
 from celery_syncguard.errors import SchemaBehind
+from celery_syncguard.hosts import Hosts
 from celery_syncguard.lease import margin
 from celery_syncguard.receipts import turned_off
 
@@ -52,13 +53,11 @@ def examine(settings: Settings, *, app: Any = None) -> Iterator[Check]:
     if app is not None:
         yield from _broker(app)
     where = describe_dsn(settings.dsn)
-    parameters = connection_parameters(settings.dsn, timeout=settings.timeout)
+    hosts = Hosts(connection_parameters(settings.dsn, timeout=settings.timeout))
+    yield from _hosts(hosts)
     with ExitStack() as stack:
         try:
-            conns = [
-                stack.enter_context(Connection.connect(autocommit=True, prepare_threshold=None, **parameters))
-                for _ in range(2)
-            ]
+            conns = [stack.enter_context(hosts.connect(autocommit=True, prepare_threshold=None)) for _ in range(2)]
         except psycopg.Error as exc:
             yield Check(
                 "connection",
@@ -83,9 +82,21 @@ def examine(settings: Settings, *, app: Any = None) -> Iterator[Check]:
             yield _clock(conn)
             yield _isolation(conn, role)
             yield _durability(conn, role)
+            yield _notifications(conn)
         except psycopg.Error as exc:
+            if in_statement_mode(exc):
+                yield Check(
+                    "pooler",
+                    "fail",
+                    "a pooler in statement mode: it refuses transactions, in which leases are proved and migrations run",
+                    "set pool_mode = transaction in pgbouncer.ini, or point syncguard_dsn past the pooler",
+                )
+                return
             yield Check(
-                "connection", "fail", f"{where}: {' '.join(str(exc).split())}", "the server broke off: try again"
+                "connection",
+                "fail",
+                f"{where} ended a statement of this check: {' '.join(str(exc).split())}",
+                "if the message names no reason, try again",
             )
 
 
@@ -93,6 +104,28 @@ def _value(conn: Connection, query: str, parameters: tuple[Any, ...] = ()) -> An
     row = conn.execute(query.encode(), parameters or None).fetchone()
     assert row is not None  # only asked for what always answers
     return row[0]
+
+
+def _hosts(hosts: Hosts) -> Iterator[Check]:
+    """Each server of a dsn that names several."""
+    found = list(hosts.each())
+    if len(found) == 1:
+        conn = found[0][1]
+        if isinstance(conn, Connection):
+            conn.close()
+        return
+    for name, conn in found:
+        if not isinstance(conn, Connection):
+            yield Check(
+                f"host {name}",
+                "warn",
+                " ".join(str(conn).split()),
+                "if it is to be there, start it, or look at the network; the others are used meanwhile",
+            )
+            continue
+        with conn:
+            standby = _value(conn, "SELECT pg_is_in_recovery()")
+            yield Check(f"host {name}", "ok", "a standby" if standby else "a primary")
 
 
 def _settings(settings: Settings) -> Iterator[Check]:
@@ -161,7 +194,8 @@ def _writable(conn: Connection, role: str) -> Check:
             "the server is in recovery: a standby, where no lock can be taken",
             "point syncguard_dsn at the primary, or list all hosts with target_session_attrs=read-write",
         )
-    if _value(conn, "SHOW transaction_read_only") == "on":
+    # In one statement with a volatile function, as ours are: a pooler that balances may ask a standby for anything else.
+    if _value(conn, "SELECT current_setting('transaction_read_only') FROM pg_is_in_recovery()") == "on":
         return Check(
             "server",
             "fail",
@@ -288,6 +322,15 @@ def _pooler(conns: list[Connection]) -> Check:
             "Everything else works",
             "nothing, or point syncguard_dsn past the pooler for quicker hand-over to waiters",
         )
+    process = _value(conns[0], "SELECT pg_backend_pid() FROM pg_is_in_recovery()")
+    if seen[0] != {process}:
+        return Check(
+            "pooler",
+            "warn",
+            "what only reads runs on another server than what writes: a pooler that balances, such as pgpool-II. Locks are "
+            "right there, as every function of ours goes to the primary; what `status` and this check read may be late",
+            "run `migrate` past the pooler, and turn its load balancing off for the role or the database of syncguard_dsn",
+        )
     return Check("pooler", "ok", "each session stays on one server process: direct, or a pooler in session mode")
 
 
@@ -342,6 +385,19 @@ def _durability(conn: Connection, role: str) -> Check:
             f"ALTER ROLE {_quoted(role, conn)} SET synchronous_commit = on",
         )
     return Check("durability", "ok", f"fsync on, synchronous_commit {level}")
+
+
+def _notifications(conn: Connection) -> Check:
+    usage = float(_value(conn, "SELECT pg_notification_queue_usage()"))
+    if usage >= 0.5:
+        return Check(
+            "notifications",
+            "warn",
+            f"the server's queue of notifications is {usage:.0%} full, so that waiters look again after up to a second "
+            f"instead of being woken",
+            "end the transaction of the session that listens and stands still: the server's log names its process id",
+        )
+    return Check("notifications", "ok", f"the queue is {usage:.0%} full")
 
 
 def _quoted(name: str, conn: Connection) -> str:

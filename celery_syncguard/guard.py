@@ -47,7 +47,7 @@ _POLL = (0.25, 1.0)
 
 def lock_held(held: Held) -> LockHeld:
     """The error that says who holds."""
-    who = held.holder or ("somebody who left no name" if held.lock_id else "somebody")
+    who = held.holder or "somebody who left no name"
     return LockHeld(
         f"{held.key!r} is held by {who}, since {held.since:.1f} s, for {held.remaining:.1f} s more unless renewed",
         key=held.key,
@@ -344,8 +344,11 @@ class SyncGuard:
         """A lease was lost. Told once for each, by whichever thread noticed."""
         self._renewer.remove(lease)
         on_lost = lease.on_lost  # read once: the body's end takes it away
-        if on_lost is not None:
-            on_lost(lease)
+        if on_lost is None or on_lost(lease) is not True:
+            self.tell_lost(lease)
+
+    def tell_lost(self, lease: Lease) -> None:
+        """By `lease_ended`, or by whoever answered there that it finds out why first."""
         self.counts["lost"] += 1
         logger.warning("lost the lease on %r (fence %d): %s", lease.key, lease.fence, lease.lost_reason)
         self.events.emit("lease_lost", lease=lease)

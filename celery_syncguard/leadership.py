@@ -40,9 +40,12 @@ from celery_syncguard.store import Acquire, Dead, Done, Held, Release
 if TYPE_CHECKING:
     from celery_syncguard.guard import SyncGuard
 
-__all__ = ["LEADER_PREFIX", "Leader", "Leadership", "leader_lock_key"]
+__all__ = ["LEADER_PREFIX", "Leader", "Leadership", "end_term", "leader_lock_key"]
 
 LEADER_PREFIX = RESERVED_PREFIX + "leader:"
+#: Of the key under which an operator who ends a term leaves a note for whoever leads. As long as the other prefix, so that
+#: what fits there fits here.
+_NOTE_PREFIX = RESERVED_PREFIX + "resign:"
 
 #: Seconds after which a standby looks again although it heard nothing: a pooler may keep notifications from it.
 _LOOK = 0.8
@@ -63,6 +66,27 @@ def leader_lock_key(key: str) -> str:
         InvalidKey: the key is not text, empty, or too long with the prefix.
     """
     return normalize_key(LEADER_PREFIX + normalize_key(key, what="leadership key"), what="leadership key")
+
+
+def end_term(guard: SyncGuard, key: str, *, lock_id: str, ttl: float) -> bool:
+    """End the term of whoever leads by that lease, as an operator wishes: the leader says so, instead of that it lost it.
+
+    Arguments:
+        ttl: seconds after which the leader has noticed in any case: for which its lease would last.
+
+    Returns:
+        False: that lease does not lead (any more).
+
+    Raises:
+        StoreUnavailable, SchemaBehind: the database cannot be asked.
+    """
+    note = _NOTE_PREFIX + key
+    for row in guard.store.locks(note):
+        guard.store.release(Release(key=note, lock_id=row.lock_id))
+    guard.store.acquire(
+        Acquire(key=note, lock_id=new_lock_id(), ttl=max(1.0, ttl), holder=default_holder(), task_id=lock_id)
+    )
+    return guard.release(leader_lock_key(key), lock_id=lock_id)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -329,7 +353,7 @@ class Leadership:
 
     def _hear(self, held: Held) -> None:
         before, self._heard = self._heard, (held, clock.now())
-        if held.lock_id is not None and (before is None or before[0].lock_id != held.lock_id):
+        if before is None or before[0].lock_id != held.lock_id:
             logger.info(
                 "standby for %r: %s leads, term %s, since %.1f s",
                 self.key,
@@ -357,10 +381,13 @@ class Leadership:
             self._lease = None
             self._tell()
             # Before it is logged: a signal handler that waits for this may have interrupted somebody who is logging.
-            if lease.lost:
+            if lease.lost and self._was_asked(lease):
+                logger.info("an operator ended term %d: this process leads %r no more", lease.fence, self.key)
+            elif lease.lost:
                 # Its row may still be there, and would keep everybody waiting to its end.
                 with contextlib.suppress(SyncGuardError):
                     self._guard.store.release(Release(key=lease.key, lock_id=lease.lock_id))
+                self._guard.tell_lost(lease)
                 logger.warning(
                     "standby: this process no longer leads %r, term %d is lost: %s", self.key, lease.fence, reason
                 )
@@ -371,8 +398,21 @@ class Leadership:
         finally:
             self._busy = False
 
-    def _noticed(self, _lease: Lease) -> None:
+    def _noticed(self, _lease: Lease) -> bool:
         self._loop.wake()
+        return True  # told of when the term is ended
+
+    def _was_asked(self, lease: Lease) -> bool:
+        """Whether an operator ended the term (`end_term`)."""
+        if clock.now() >= lease.deadline:
+            return False  # lost for want of an answer, and another question would only take time
+        note = _NOTE_PREFIX + self.key
+        with contextlib.suppress(SyncGuardError):
+            for row in self._guard.store.locks(note):
+                if row.task_id == lease.lock_id:
+                    self._guard.store.release(Release(key=note, lock_id=row.lock_id))
+                    return True
+        return False
 
     def _call(self, listener: Callable[[Lease], Any] | None, lease: Lease) -> None:
         if listener is None:

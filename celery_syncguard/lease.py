@@ -110,7 +110,7 @@ class Lease:
         self.deadline = sent_at + ttl - margin(ttl)
         self.lost_reason: str | None = None
         self.released = False
-        self.on_lost: Callable[[Lease], None] | None = None
+        self.on_lost: Callable[[Lease], object] | None = None  # True: it tells of the loss itself
         self.task_id: str | None = None
         self.run_key: str | None = None
         self.run_ttl = 0.0

@@ -644,7 +644,7 @@ class StoreContract:
             pruned = store.prune(older=0.0)
             locks, claims = locks + pruned.locks, claims + pruned.claims
         assert (locks, claims) == (3, 1)
-        assert store.claim("dead", task_id="next", ttl=60.0, lock_key="dead").ours
+        assert store.claim("dead", task_id="next", ttl=60.0).ours
         assert _look(store, "alive").task_id == "t"
         assert _look(store, "another's").task_id == "other"
         assert _look(store, "started").task_id == "t"

@@ -914,9 +914,9 @@ def test_the_commands_show_the_leader_its_slots_and_end_its_term(beats, broker, 
     assert following - due == timedelta(seconds=0.5)
     assert due in {row[1] for row in slots(pg_dsn)}
     assert "NEXT DUE" in command(setup, "entries")
-    assert f"pid {first.pid}" in command(setup, "step-down")
+    assert f"pid {first.pid}" in command(setup, "step-down", "--yes")
     poll(lambda: pid_of_leader(pg_dsn) == second.pid)
-    first.wait_for_log("no longer leads 'beat'")
+    first.wait_for_log("an operator ended term")
     second.stop()
     # The first one leads and sends again, however late it hears of it: an end that was not recorded is healthy for a ttl.
     poll(lambda: pid_of_leader(pg_dsn) == first.pid)

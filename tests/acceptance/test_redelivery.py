@@ -1,7 +1,7 @@
 """Redelivery: one message delivered more than once is one body at a time, and none gets lost.
 
-A copy is told by task id and attempt, never by the broker's redelivered flag. Most tests make copies by publishing
-twice with one task id, which is what a consumer sees after a visibility timeout; two let the broker do it itself.
+A copy is told by task id, call and attempt, never by the broker's redelivered flag. Most tests make copies by publishing
+twice with one task id and no call, which is what a consumer sees after a visibility timeout; two let the broker do it itself.
 """
 
 import uuid
@@ -12,6 +12,8 @@ from celery import Celery
 
 from tests.acceptance.test_retries import NOTHING, rows_left
 from tests.fixtures.polling import poll
+
+pytestmark = pytest.mark.usefixtures("redelivered")
 
 MODULE = "tests.acceptance.apps.locks_bodies"
 ANSWERED = "another delivery of this attempt ended"

@@ -231,6 +231,7 @@ def test_a_client_that_vanishes_while_its_acquire_runs_blocks_for_its_ttl_and_ne
     assert [row.fence > successor.fence for row in history.events("start")] == [True]
 
 
+@pytest.mark.usefixtures("redelivered")
 def test_everyday_answers_leave_no_error_in_the_servers_log(start, record, private_pg, guard):
     """Duplicates, held locks, copies, skips and waits are answers, and no statement of ours fails for them."""
     setup, worker = start(concurrency=4)

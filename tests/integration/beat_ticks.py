@@ -9,6 +9,7 @@
     python -m tests.integration.beat_ticks spring ZONE
     python -m tests.integration.beat_ticks clocked {again,switched,moved,raced,earlier,same,dead,late}
     python -m tests.integration.beat_ticks inside
+    python -m tests.integration.beat_ticks saves ROUNDS {row,table}
 
 "memory" counts objects and bytes while slots are sent and the schedule changes. "edits" changes a row of the schedule
 between the claim of a slot and the writing of that row, and once more while it is being written; "unlocked" takes our lock
@@ -18,7 +19,8 @@ read. "stops" ends beat by SIGTERM while a row is being written, and gives it so
 write as well, and has to show the fault. "failures" fails the first attempt to send each of three rows, in one place.
 "spring" sends a row for 02:30 through the night that has no 02:30. "clocked" sends a clocked row, and asks for it once more in
 one way or leaves it as a leader does that died. "inside" leads with some settings each, first without and then with a row in
-the table. Prints what happened as JSON. A program of its own, since Django is set up
+the table. "saves" saves one row of a hundred so often, twenty times a second, while all are sent every 20 s; "table" reads all of them
+then, as theirs does, and has to show the fault. Prints what happened as JSON. A program of its own, since Django is set up
 once per process, and since the memory of a process that has run other tests says little.
 """
 
@@ -295,7 +297,7 @@ def cut_while_reading(dsn, rounds, protection):
     from celery_syncguard.django_schedule import SeesEdits
 
     if protection == "forgotten":
-        SeesEdits.schedule = property(lambda self: super(SeesEdits, self).schedule)
+        SeesEdits._unread = property(lambda self: False, lambda self, value: None)
     watcher = psycopg.connect(dsn, autocommit=True)
     seen = {"cuts": 0, "never seen": 0}
     armed = False
@@ -571,6 +573,66 @@ def lead_by_settings():
     return seen
 
 
+def save_while_sending(rounds, protection):
+    """How late slots are sent and edits are seen, in seconds, and how many rows are read for each look at the table."""
+    hand = Hand()
+    set_up_django(SQLITE)
+    from django_celery_beat.models import IntervalSchedule, PeriodicTask
+    from django_celery_beat.schedulers import ModelEntry
+
+    from celery_syncguard.django_schedule import SeesEdits
+
+    if protection == "table":
+        SeesEdits._reads_as_theirs = False
+
+        def look(self):
+            self._looked_at = clock.now()
+            return True
+
+        SeesEdits._may_look = look
+    every = IntervalSchedule.objects.create(every=20, period="seconds")
+    PeriodicTask.objects.bulk_create(PeriodicTask(name=f"row {n}", task="note", interval=every) for n in range(100))
+    one = lead(make_app(syncguard_beat_scheduler="django", result_expires=None))
+    slots = one._slots
+    number, lag, read = 0, 0.0, 0
+    right_init = ModelEntry.__init__
+
+    def init(self, model, app=None):
+        nonlocal read
+        read += app is not None  # else it is what follows a run
+        right_init(self, model, app=app)
+
+    ModelEntry.__init__ = init
+    row = PeriodicTask.objects.get(name="row 50")
+    for number in range(1, rounds + 1):
+        hand.ahead += 0.05
+        row.args = json.dumps([number])
+        row.save()
+        if number % 90 == 45:  # one comes and one goes, and the schedule of one is another
+            add_row(f"new {number}", 1)
+            PeriodicTask.objects.filter(name=f"row {number // 90}").delete()
+            PeriodicTask.objects.filter(name="row 51").update(
+                interval=IntervalSchedule.objects.create(every=number, period="days")
+            )
+        poll(lambda: one.tick() > 0, interval=0)
+        args = one._inner._schedule["row 50"].args
+        lag = max(lag, 0.05 * (number - (args[0] if args else 0)))
+    sent = [slot for slot in slots.recent(limit=10_000) if slot.sent_at is not None]
+    seen = {
+        "late": max((slot.late for slot in sent), default=0),
+        "lag": lag,
+        "read": read,
+        "sent": len([slot for slot in sent if slot.entry.startswith("row")]),
+        "new": sorted({slot.entry for slot in sent if slot.entry.startswith("new")}),
+        "changed": str(one._inner._schedule["row 51"].schedule),
+        "gone": [f"row {n}" for n in range(rounds // 90) if f"row {n}" in one._inner._schedule],
+        "removed": len([entry for entry in slots.entries() if entry.removed_at is not None]),
+        "heap": len(one._inner._heap) - len(one._inner._schedule),
+    }
+    one.close()
+    return seen
+
+
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     what, *arguments = sys.argv[1:]
@@ -584,6 +646,8 @@ if __name__ == "__main__":
         seen = send_clocked(arguments[0])
     elif what == "inside":
         seen = lead_by_settings()
+    elif what == "saves":
+        seen = save_while_sending(int(arguments[0]), arguments[1])
     else:
         acts = {
             "edits": edit_while_saving,

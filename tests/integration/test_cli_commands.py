@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from celery_syncguard import SyncGuard, cli, clock, migrate
 from celery_syncguard.config import Settings
 from celery_syncguard.doctor import examine
+from celery_syncguard.errors import LeaseLost
 
 NAMES = [one.name for one in migrate.migrations()]
 
@@ -119,6 +120,21 @@ def test_release_asks_and_releases_only_the_lease_that_was_named(pg_dsn):
         assert (again.exit_code, again.output) == (1, "Error: nothing to release: a is free\n")
 
 
+def test_step_down_asks_and_ends_the_term_that_was_shown(pg_dsn):
+    with SyncGuard(pg_dsn) as guard, guard.leadership("beat", ttl=60, holder="beat 1") as leadership:
+        lease = leadership.elect(timeout=10)
+        declined = run(pg_dsn, "step-down", typed="n\n")
+        assert declined.exit_code == 1
+        assert f"beat 1 leads beat, term {int(lease.fence)}, since" in declined.output
+        assert leadership.leading
+        agreed = run(pg_dsn, "step-down", typed="y\n")
+        assert agreed.output.endswith(f"ended term {int(lease.fence)} of beat 1\n")
+        with pytest.raises(LeaseLost):
+            lease.renew() or lease.check()
+        assert leadership.elect(timeout=10).fence > lease.fence
+        assert run(pg_dsn, "step-down", "--yes").exit_code == 0
+
+
 def test_release_with_yes_does_not_ask(pg_dsn):
     with SyncGuard(pg_dsn) as guard:
         lease = guard.try_acquire("a")
@@ -164,6 +180,7 @@ def test_doctor_finds_a_good_set_up_good(pg_dsn):
     assert facts["ok"] is True
     assert [one["name"] for one in facts["checks"]] == [
         "settings", "connection", "server", "schema", "permissions", "pooler", "clock", "isolation", "durability",
+        "notifications",
     ]  # fmt: skip
 
 

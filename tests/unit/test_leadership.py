@@ -8,7 +8,7 @@ import pytest
 from celery_syncguard import SyncGuard, clock, leadership
 from celery_syncguard.config import Settings
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, LeaseLost, StoreUnavailable
-from celery_syncguard.leadership import Leadership, leader_lock_key
+from celery_syncguard.leadership import Leadership, end_term, leader_lock_key
 from celery_syncguard.memory import MemoryStore
 from tests.fixtures.interrupting import hanging_step
 from tests.fixtures.polling import poll
@@ -274,6 +274,31 @@ def test_a_deleted_row_ends_the_term(store, contender):
         store._rows.clear()
     assert only.lost(timeout=5)
     assert only.elect(timeout=10).fence > before.fence
+
+
+def test_a_term_that_an_operator_ends_is_no_lost_lease(store, contender, caplog):
+    """The negative control: the row is gone in any other way."""
+    caplog.set_level("INFO", logger="celery_syncguard")
+    only = contender(ttl=1.5)
+
+    def end(by_note):
+        caplog.clear()
+        lease = only.elect(timeout=10)
+        if by_note:
+            assert end_term(only._guard, "relay", lock_id=lease.lock_id, ttl=lease.remaining)
+        else:
+            assert only._guard.release(lease.key, lock_id=lease.lock_id)
+        poll(lambda: "leads 'relay' no more" in caplog.text or "no longer leads 'relay'" in caplog.text)
+        assert not end_term(only._guard, "relay", lock_id=lease.lock_id, ttl=1.0), "it is over"
+        return [record.levelname for record in caplog.records if not record.message.startswith("elected")]
+
+    assert [end(by_note) for by_note in (True, True, False, True)] == [
+        ["INFO"],
+        ["INFO"],
+        ["WARNING", "WARNING"],
+        ["INFO"],
+    ]
+    assert only._guard.counts["lost"] == 1
 
 
 def test_who_has_the_same_name_pid_and_process_id_is_still_somebody_else(contender):
