@@ -213,8 +213,12 @@ def follows(call: Mapping[str, Any]) -> bool:
     """
     request = current_task.request if current_task else None
     if request is None:
-        # The main process of a worker, for a task whose process died.
-        return call.get("parent_id") is not None
+        # The main process of a worker, for a task whose process died. Others do not have to import what a worker needs.
+        if call.get("parent_id") is None:
+            return False
+        from celery_syncguard.worker import is_worker
+
+        return is_worker()
     if request.called_directly or RUN in request.__dict__ or call.get("task_id") == request.id:
         return False
     body = ((request.chord or {}).get("options") or {}).get("task_id")

@@ -247,30 +247,32 @@ class Run:
                     return self._run_body(body, None)
                 continue
             except Exception as exc:
-                # A soft time limit ends the wait and the task.
-                if not self._will_autoretry(exc):
-                    self._end_claim(self.header.get("claim"))
+                self._stop_asking(request, exc)
                 raise
             if isinstance(answer, Lease):
                 return self._run_body(body, answer)
             if isinstance(answer, Done):
                 return self._answer(answer)
             if isinstance(answer, Dead):
-                why = (
-                    f"again: its process died {answer.deaths} times in a row while it held {key!r} (lock_max_deaths)"
-                    if answer.of_task
-                    else f": the last {answer.deaths} processes that held {key!r} for a task died (lock_max_deaths); "
-                    f"the next one is started an hour after the last death"
-                )
-                self._fail(
-                    TooManyDeaths(
-                        f"{self.task.name}[{self.request.id}] is not started {why}",
-                        task_id=self.request.id,
-                        key=key,
-                        deaths=answer.deaths,
-                    )
-                )
+                self._fail(self._too_many(answer, key))
             self._blocked(answer)
+
+    def _stop_asking(self, request: Acquire, exc: Exception) -> None:
+        """The wait and the task are over. By a soft time limit, perhaps just after the grant."""
+        if not isinstance(exc, SyncGuardError):
+            self._guard.give_back(request)
+        if not self._will_autoretry(exc):
+            self._end_claim(self.header.get("claim"))
+
+    def _too_many(self, dead: Dead, key: str) -> TooManyDeaths:
+        why = (
+            f"again: its process died {dead.deaths} times in a row while it held {key!r} (lock_max_deaths)"
+            if dead.of_task
+            else f": the last {dead.deaths} processes that held {key!r} for a task died (lock_max_deaths); the next one is "
+            f"started an hour after the last death"
+        )
+        who = f"{self.task.name}[{self.request.id}]"
+        return TooManyDeaths(f"{who} is not started {why}", task_id=self.request.id, key=key, deaths=dead.deaths)
 
     def _is_own_predecessor(self, held: Held) -> bool:
         return self._is_ours(held) and held.attempt is not None and held.attempt < self.attempt

@@ -10,6 +10,15 @@
 --   * nobody waits for a row lock without a bound;
 --   * a fence is computed inside the update of the counter, under the counter's row lock.
 
+DO $$
+BEGIN
+  IF to_regclass('syncguard_locks') IS NOT NULL THEN
+    RAISE WARNING 'the tables of the TypeScript client are adopted and get columns: services that use it now must connect '
+      'anew once, as their prepared statements fail until then ("cached plan must not change result type")';
+  END IF;
+END
+$$;
+
 CREATE TABLE IF NOT EXISTS syncguard_locks (
   key TEXT PRIMARY KEY,
   lock_id TEXT NOT NULL,
@@ -407,6 +416,9 @@ DECLARE
 BEGIN
   IF p_run_key IS NULL THEN
     PERFORM set_config('synchronous_commit', 'off', TRUE);
+  ELSIF current_setting('synchronous_commit') = 'off' THEN
+    -- Whatever a role is set to: a completion that a crash forgets is work that is done twice.
+    PERFORM set_config('synchronous_commit', 'on', TRUE);
   END IF;
   IF p_min_hold_ms IS NOT NULL THEN
     UPDATE syncguard_locks l
