@@ -275,7 +275,7 @@ class LockedTask(Task):  # type: ignore[misc]
         )
         if changed and "headers" not in options and request.headers:
             before = header_of(request.headers)
-            made_anew = {"key", "run", "claim"}.difference(before.get("given", ())) | {"claimed"}
+            made_anew = {"key", "run", "claim"}.difference(before.get("given", ())) | {"claimed", "print"}
             header = {name: value for name, value in before.items() if name not in made_anew}
             # Computed now, so that the end of this attempt knows whether its claim goes on.
             new_args = request.args if args is None else args
