@@ -15,6 +15,7 @@ Not here: how the leader's schedule sends a slot (`sending`), the state (`slots`
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -43,6 +44,7 @@ from celery_syncguard.leadership import Leadership
 from celery_syncguard.lease import Lease
 from celery_syncguard.sending import AGAIN, of_the_database, sending
 from celery_syncguard.slots import PRUNED_AT_MOST, Slots, open_slots
+from celery_syncguard.timekeeper import Timekeeper
 
 __all__ = ["LeaderScheduler"]
 
@@ -75,11 +77,13 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         self._slots: Slots | None = None
         self._inner: Any = None
         self._term: Lease | None = None
-        self._next_tick = self._next_report = self._next_prune = 0.0
+        self._next_tick = self._next_report = self._next_prune = self._next_flush = 0.0
         self._failures = 0
         self._complained = False
         self._busy = False  # a signal handler that runs now interrupts the schedule
         self._ticked_at = 0.0
+        self._time = Timekeeper()
+        self._told_late = False
         self._parent: int | None = None  # the worker that this beat ends with
         self._ending = False  # a signal said so
         self._closed = False
@@ -159,6 +163,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
             self._write_last()
             if self._leadership is not None:
                 self._leadership.stop()
+            self._tell_late()
             # Last, since a broker that hangs may take its time over a connection that is to be closed.
             self._retire()
             self._done = True
@@ -196,6 +201,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         if self._term is not None and self._term is not lease:
             self._retire()
         if lease is None:
+            self._write_late()
             return _TURN
         try:
             if self._term is None:
@@ -277,7 +283,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
                 raise
             logger.warning("the schedule file cannot be used, going on without (its state is in the database): %s", exc)
             inner = sending(beat.Scheduler)(self.app, *args, **kwargs)
-        inner.lead(lease, slots, rule=self._settings.catch_up, leader_key=self._settings.leader_key)
+        inner.lead(lease, slots, rule=self._settings.catch_up, leader_key=self._settings.leader_key, time=self._time)
         return inner
 
     def _write_last(self) -> None:
@@ -290,6 +296,26 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
             lambda: slots.seen(int(lease.fence), failure=inner.failure, sent=inner.news(), ended=True),
             "could not record the end of its term",
         )
+
+    def _write_late(self) -> None:
+        """As a standby too: what was sent and could not be recorded. While leading, every statement does that first."""
+        now = clock.now()
+        if self._slots is None or now < self._next_flush or not self._slots.unrecorded():
+            return
+        self._next_flush = now + 1.0
+        with contextlib.suppress(SyncGuardError):
+            self._slots.flush()
+
+    def _tell_late(self) -> None:
+        late = [] if self._slots is None or self._told_late else self._slots.unrecorded()
+        if late:
+            self._told_late = True
+            logger.warning(
+                "this beat ends and could not record what became of %d slot(s); the next leader sends them once more, with "
+                "the same task ids: %s",
+                len(late),
+                ", ".join(f"{slot.entry!r} at {slot.due_at.isoformat()}" for slot in late[:10]),
+            )
 
     def _retire(self) -> None:
         """Drop the schedule of a term that is over."""
@@ -313,9 +339,9 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         if now < self._next_report or self._term is None or self._slots is None:
             return
         self._next_report = now + self._term.ttl / 3
-        self._inner.set_clock(
-            self._slots.seen(int(self._term.fence), failure=self._inner.failure, sent=self._inner.news())
-        )
+        inner, slots, term = self._inner, self._slots, int(self._term.fence)
+        if inner.hear(lambda: slots.seen(term, failure=inner.failure, sent=inner.news())):
+            self._next_tick = 0.0
         if now >= self._next_prune:
             self._next_prune = now + _PRUNE_EVERY
             if self._slots.prune(older=_KEPT) >= PRUNED_AT_MOST:

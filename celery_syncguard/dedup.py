@@ -7,7 +7,8 @@ publishing raises. Whoever gets the claim publishes; everybody else gets the id 
 
 What if somebody waits for the duplicate itself, under its own id? That depends on what is still to be sent:
 
-  * a head with a continuation (chain, link): refused with `DuplicateTask` before anything is sent, as its tail would be lost;
+  * a head with a continuation (chain, link): refused with `DuplicateTask` before anything is sent, as its tail would be lost
+    (sent by a beat: logged, as it has nobody who would catch that);
   * a member of a group: not sent; its own result says SKIPPED and by whom, so that the group's result comes to an end;
   * a member of a chord, or what a worker sends for a task that has begun (a retry, a callback, the next step of a chain, the
     body of a chord): sent without a claim, with a warning, as an exception there would break what has been done.
@@ -27,8 +28,8 @@ from celery_syncguard import binding, signals
 from celery_syncguard.confirmer import UNCONFIRMED_TTL
 from celery_syncguard.errors import DuplicateTask, SyncGuardError
 from celery_syncguard.events import logger
-from celery_syncguard.key import public_key
-from celery_syncguard.message import HEADER, header_of
+from celery_syncguard.key import new_lock_id, task_key
+from celery_syncguard.message import HEADER, header_of, without_way
 from celery_syncguard.options import TaskOptions
 from celery_syncguard.process import default_holder
 from celery_syncguard.receipts import ask_for_receipts
@@ -36,7 +37,7 @@ from celery_syncguard.run import RUN
 from celery_syncguard.skipped import SKIPPED, Skipped, marker_for
 from celery_syncguard.store import Claim
 
-__all__ = ["begun", "publish", "send_task"]
+__all__ = ["begun", "follows", "publish", "send_task"]
 
 #: The shortest life of a claim in seconds, however soon its message expires.
 _SHORTEST = 1.0
@@ -68,7 +69,10 @@ def publish(
         DuplicateTask: the work is queued or running, and the caller wants an error or the message has a continuation.
         StoreUnavailable: the claim could not be asked for; nothing was sent.
     """
-    call["headers"] = {**(call.get("headers") or {}), HEADER: header}
+    again = "retries" in call  # only what is published again says which attempt it is
+    if not again:
+        _begin_call(header, call)
+    call["headers"] = {**without_way(call.get("headers"), again=again), HEADER: header}
     key = header.get("claim")
     if key is None:
         return send(**call)
@@ -85,9 +89,7 @@ def publish(
         return send(**call)
     ttl = _life(app, task, call, due + options.dedup_ttl)
     try:
-        claim = store.claim(
-            key, task_id=task_id, ttl=min(UNCONFIRMED_TTL, ttl), holder=holder, lock_key=header.get("key")
-        )
+        claim = store.claim(key, task_id=task_id, ttl=min(UNCONFIRMED_TTL, ttl), holder=holder)
     except SyncGuardError as exc:
         if not begun(call):
             raise
@@ -109,6 +111,20 @@ def publish(
         # A body put this in its own place (`self.replace`), under its id and so under its claim.
         request.__dict__[RUN].claim_passed_on = key
     return _marked(result, duplicate=False, holder=None)
+
+
+def _begin_call(header: dict[str, Any], call: Mapping[str, Any]) -> None:
+    """A new publish is new work, also under an old task id. Not so what replaces a body, which goes on in its place; nor
+    beat's second send of one slot. Without an entry, the task id says which call it is.
+    """
+    header.pop("call", None)
+    request = current_task.request if current_task else None
+    if "replaced_task_nesting" in call and request is not None and request.id == call.get("task_id"):
+        before = header_of(request.headers).get("call")
+        if before is not None:
+            header["call"] = before
+    elif "syncguard_due_at" not in (call.get("headers") or {}):
+        header["call"] = new_lock_id()
 
 
 def _duplicate(
@@ -138,7 +154,8 @@ def _duplicate(
         logger.info("%s; as a member of a group it ends as SKIPPED", error)
         skipped = Skipped(key=claim.key, holder=claim.holder, task_id=claim.task_id, since=round(claim.age, 3))
         app.backend.store_result(call["task_id"], marker_for(app.backend, skipped), SKIPPED)
-    elif continued or options.dedup_on_duplicate == "raise":
+    elif (continued or options.dedup_on_duplicate == "raise") and not call["headers"].get("celery_beat_task"):
+        # A beat has nobody who would catch it: that a slot's work is under way already is an everyday outcome there.
         raise error
     else:
         logger.info("%s", error)
@@ -163,13 +180,30 @@ def _waiting(call: Mapping[str, Any]) -> tuple[bool, bool]:
 
 def begun(call: Mapping[str, Any]) -> bool:
     """Whether a worker sends this on behalf of a task that has begun, not the body of that task because it wants to."""
+    if follows(call):
+        return True
     request = current_task.request if current_task else None
     if request is None or request.called_directly:
         return False
-    if current_task.name == "celery.chord_unlock":
-        return True
+    return current_task.name == "celery.chord_unlock" or request.id in (call.get("task_id"), call.get("parent_id"))
+
+
+def follows(call: Mapping[str, Any]) -> bool:
+    """Whether Celery itself sends this because a task has ended: a callback, an errback, the next step of a chain, the body of
+    a chord. Its parent's or root's id is given then. What a body sends gets those later.
+    """
+    request = current_task.request if current_task else None
+    if request is None:
+        # The main process of a worker, for a task whose process died.
+        return call.get("parent_id") is not None
+    if request.called_directly or RUN in request.__dict__ or call.get("task_id") == request.id:
+        return False
     body = ((request.chord or {}).get("options") or {}).get("task_id")
-    return call.get("parent_id") == request.id or call.get("task_id") in (request.id, body)
+    return bool(
+        call.get("parent_id") == request.id
+        or call.get("root_id", ...) == (request.root_id or request.id)
+        or (body is not None and call.get("task_id") == body)
+    )
 
 
 def _life(app: Any, task: Any, call: Mapping[str, Any], ttl: float) -> float:
@@ -234,7 +268,7 @@ def send_task(
         ("run", run_once, "run_once"),
     ):
         if key is not None:
-            header[entry] = public_key(key, what=what)
+            header[entry] = task_key(key, what=what)
             header["given"] = [*header.get("given", ()), entry]
 
     def send(**call: Any) -> Any:

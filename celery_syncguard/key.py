@@ -7,13 +7,23 @@ without padding) and fences (15 digits), so that its TypeScript client and this 
 from __future__ import annotations
 
 import base64
+import hashlib
 import os
 import unicodedata
 from typing import Any
 
 from celery_syncguard.errors import InvalidKey
 
-__all__ = ["MAX_KEY_BYTES", "RESERVED_PREFIX", "Fence", "new_lock_id", "normalize_key", "public_key"]
+__all__ = [
+    "MAX_KEY_BYTES",
+    "RESERVED_PREFIX",
+    "Fence",
+    "new_lock_id",
+    "normalize_key",
+    "public_key",
+    "shortened",
+    "task_key",
+]
 
 MAX_KEY_BYTES = 512
 RESERVED_PREFIX = "__syncguard_"
@@ -78,3 +88,30 @@ def public_key(key: Any, *, what: str = "key") -> str:
     if text.startswith(RESERVED_PREFIX):
         raise InvalidKey(f"{what}s that start with {RESERVED_PREFIX!r} are reserved: {text!r:.80}", key=key)
     return text
+
+
+def shortened(key: str) -> str:
+    """The same text if it has at most 512 bytes; else its beginning, `#` and 32 digits of a hash of all of it.
+
+    Text that PostgreSQL cannot store comes back as it is, for `normalize_key` to refuse.
+    """
+    if len(key) <= MAX_KEY_BYTES // 4:
+        return key
+    try:
+        encoded = unicodedata.normalize("NFC", key).encode()
+    except UnicodeEncodeError:
+        return key
+    if len(encoded) <= MAX_KEY_BYTES or b"\0" in encoded:
+        return key
+    digest = hashlib.sha256(encoded).hexdigest()[:32]
+    # A character that would be cut in two is left out.
+    return f"{encoded[: MAX_KEY_BYTES - 33].decode(errors='ignore')}#{digest}"
+
+
+def task_key(key: Any, *, what: str = "key") -> str:
+    """`public_key` of text that arguments of a task have made, of any length.
+
+    Raises:
+        InvalidKey: as `public_key`, but for its length.
+    """
+    return public_key(shortened(key) if isinstance(key, str) else key, what=what)

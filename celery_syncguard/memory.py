@@ -57,8 +57,12 @@ class _Completion:
     expires: float
 
 
-def _attempt_key(task_id: str | None, attempt: int | None) -> str:
-    return f"attempt:{task_id}:{attempt}"
+def _attempt_key(call_id: str | None, attempt: int | None) -> str:
+    return f"attempt:{call_id}:{attempt}"
+
+
+def _attempt_of(request: Acquire) -> tuple[str | None, int | None, str | None]:
+    return (request.task_id, request.attempt, request.call_id)
 
 
 def _died(row: _Row | None, request: Acquire) -> bool:
@@ -101,7 +105,7 @@ class MemoryStore:
             if row is not None and row.expires > now:
                 if row.request.lock_id == request.lock_id:
                     return self._grant(row)
-                if row.task_id is not None and (row.task_id, row.request.attempt) == (request.task_id, request.attempt):
+                if row.task_id is not None and _attempt_of(row.request) == _attempt_of(request):
                     row.copies = True
                 return self._held(row, now)
             for run_key in request.run_keys:
@@ -152,6 +156,7 @@ class MemoryStore:
             holder=row.request.holder,
             task_id=row.task_id,
             attempt=row.request.attempt,
+            call_id=row.request.call_id,
         )
 
     def _dead(self, request: Acquire, most: int, row: _Row | None, now: float) -> Dead | None:
@@ -216,7 +221,7 @@ class MemoryStore:
             else:
                 del self._rows[release.key]
             if release.attempt_done and row.copies:
-                key = _attempt_key(release.task_id, row.request.attempt)
+                key = _attempt_key(row.request.call_id or release.task_id, row.request.attempt)
                 self._completions.pop(key, None)
                 self._complete(key, release.task_id, _ATTEMPT_TTL, now)
             self._changed.notify_all()
@@ -287,14 +292,12 @@ class MemoryStore:
             row = self._rows.get(key)
             return self._changed.wait_for(lambda: self._rows.get(key) is not row or row is None, timeout)
 
-    def claim(
-        self, key: str, *, task_id: str, ttl: float, holder: str | None = None, lock_key: str | None = None
-    ) -> Claim:
+    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None) -> Claim:
         with self._changed:
             now = clock.now()
-            row = self._rows.get(lock_key or "")
-            if row is not None and row.expires <= now and row.request.claim_key == key:
-                self._end_claim_of(row)
+            for row in self._rows.values():
+                if row.expires <= now and row.request.claim_key == key:
+                    self._end_claim_of(row)
             claim = self._claim(key, task_id, ttl, holder, now)
             return Claim(
                 key=key,

@@ -19,11 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from kombu import serialization
+from kombu.exceptions import KombuError
 from kombu.utils.json import dumps as json_dumps
 
 from celery_syncguard.config import DEFAULT_TTL, suggest
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey
-from celery_syncguard.key import public_key
+from celery_syncguard.key import task_key
 from celery_syncguard.lease import seconds, ttl_seconds
 
 __all__ = ["OPTIONS", "KeySource", "Parameters", "TaskOptions", "Template"]
@@ -142,8 +143,9 @@ class TaskOptions:
                 )
             given["lock_key"] = None
         options = cls().checked(given, owner=task.__name__)
-        if options.lock_min_hold and not options.lock_key:
-            raise ImproperlyConfigured(f"{task.__name__}: lock_min_hold needs a lock_key")
+        for contradicts, sentence in _CONTRADICTIONS:
+            if contradicts(options):
+                raise ImproperlyConfigured(f"{task.__name__}: {sentence}")
         if "lock_max_deaths" in given and not options.lock_key and not options.run_once:
             raise ImproperlyConfigured(
                 f"{task.__name__}: lock_max_deaths needs a lock_key or run_once, as deaths are counted by the lock that the "
@@ -170,6 +172,30 @@ class TaskOptions:
         return dataclasses.replace(self, **values)
 
 
+#: What cannot be meant together, and what to do. docs/dedup.md lists them.
+_CONTRADICTIONS: tuple[tuple[Callable[[TaskOptions], bool], str], ...] = (
+    (lambda options: bool(options.lock_min_hold and not options.lock_key), "lock_min_hold needs a lock_key"),
+    (
+        lambda options: bool(
+            options.dedup_key and options.dedup_until == "start" and options.lock_key and options.lock_on_held == "skip"
+        ),
+        (
+            'dedup_until="start" with lock_on_held="skip" would skip the very run that is to see what changed after the start of '
+            'the one before: use lock_on_held="retry", or dedup_until="done"'
+        ),
+    ),
+    (
+        lambda options: bool(
+            options.dedup_key and options.dedup_until == "start" and options.run_once not in (False, True)
+        ),
+        (
+            'dedup_until="start" with a key for run_once would answer the run that is to see what changed with the result of the '
+            'one before: use run_once=True, or dedup_until="done"'
+        ),
+    ),
+)
+
+
 def take_overrides(options: dict[str, Any]) -> dict[str, Any]:
     """Remove our options from the keyword arguments of a call and return them.
 
@@ -191,6 +217,25 @@ def portable(overrides: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in overrides.items()
         if not callable(value)
     }
+
+
+#: Types that every serializer hands on as they are.
+_UNCHANGED = frozenset({str, int, float, bool, type(None)})
+
+
+def as_sent(args: Sequence[Any], kwargs: Mapping[str, Any], serializer: str) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The arguments as a worker gets them from this serializer: so the first attempt, a retry of it and a message that was
+    sent by name have one form of them, and one key.
+    """
+    if serializer == "pickle" or all(type(one) in _UNCHANGED for one in (*args, *kwargs.values())):
+        return args, kwargs
+    try:
+        content_type, encoding, data = serialization.dumps((args, kwargs), serializer)  # type: ignore[no-untyped-call]
+        args, kwargs = serialization.loads(data, content_type, encoding, accept=[content_type])  # type: ignore[no-untyped-call]
+    except KombuError:
+        # What is wrong with them is for the publish to say. An eager call sends nothing.
+        return args, kwargs
+    return tuple(args), kwargs
 
 
 class _KeyFormatter(string.Formatter):
@@ -282,13 +327,19 @@ class Template:
             InvalidKey: the arguments do not fit the signature, or lack what the template names.
         """
         if not self._names:
-            return public_key(self._format({}), what=self._what)
+            return task_key(self._format({}), what=self._what)
         try:
-            return public_key(self._format(self._parameters.bind(args, kwargs)), what=self._what)
+            return task_key(self._format(self._parameters.bind(args, kwargs)), what=self._what)
         except (LookupError, AttributeError, TypeError, ValueError) as exc:
             if isinstance(exc, InvalidKey):
                 raise
-            raise InvalidKey(f"{self._what} {self._text!r} cannot be made from these arguments: {exc!r}") from exc
+            why = repr(exc)
+            if isinstance(exc, KeyError) and args and self._parameters.hides_names:
+                why = (
+                    f"{exc} was not given by its name, and the task's function, perhaps a decorator's, takes *args: give it as a "
+                    f"keyword argument, or make {self._what} a callable"
+                )
+            raise InvalidKey(f"{self._what} {self._text!r} cannot be made from these arguments: {why}") from exc
 
     def _format(self, named: Mapping[str, Any]) -> str:
         if self._parts is None:
@@ -301,13 +352,15 @@ class Template:
 class Parameters:
     """The parameters of a task, which give arguments their names."""
 
-    __slots__ = ("_defaults", "_names", "_ordinary", "signature")
+    __slots__ = ("_defaults", "_names", "_ordinary", "hides_names", "signature")
 
     def __init__(self, signature: inspect.Signature) -> None:
         self.signature = signature
         parameters = signature.parameters.values()
         self._ordinary = all(one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters)
         self._names = tuple(signature.parameters)
+        #: Whether positional arguments have no names.
+        self.hides_names = any(one.kind is one.VAR_POSITIONAL for one in parameters)
         self._defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -349,4 +402,5 @@ def arguments_key(name: str, serializer: str, arguments: Mapping[str, Any]) -> s
         ) from exc
     digest = hashlib.sha256(canonical.encode()).hexdigest()[:32]
     # The label is for people and may be cut; the hash carries the difference.
-    return public_key(f"{name[:200]}:{digest}", what="dedup_key")
+    label = name.encode(errors="replace")[:200].decode(errors="ignore")
+    return task_key(f"{label}:{digest}", what="dedup_key")

@@ -9,11 +9,12 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from celery_syncguard.body import signature_of
 from celery_syncguard.config import DEFAULT_TTL
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey
-from celery_syncguard.key import public_key
+from celery_syncguard.key import task_key
 from celery_syncguard.message import carried_options
-from celery_syncguard.options import Parameters, TaskOptions, Template, arguments_key, portable
+from celery_syncguard.options import Parameters, TaskOptions, Template, arguments_key, as_sent, portable
 
 __all__ = ["Plan"]
 
@@ -24,10 +25,12 @@ _ENTRIES = {"lock_key": "key", "dedup_key": "claim", "run_once": "run"}
 class Plan:
     """The options of one task class, with its templates parsed."""
 
-    __slots__ = ("_entries", "_parameters", "_templates", "options")
+    __slots__ = ("_entries", "_parameters", "_templates", "body", "options")
 
-    def __init__(self, options: TaskOptions, signature: inspect.Signature) -> None:
+    def __init__(self, options: TaskOptions, signature: inspect.Signature, body: Any) -> None:
         self.options = options
+        #: What `run` of the class was.
+        self.body = body
         self._parameters = Parameters(signature)
         self._entries = self._entries_of(options)
         self._templates = {
@@ -40,7 +43,7 @@ class Plan:
     def of_class(cls, task: type, *, lock_ttl: float | None) -> Plan:
         """Raises ImproperlyConfigured: an option that cannot be meant, or a template that does not fit the signature."""
         options = TaskOptions.of_class(task, lock_ttl=DEFAULT_TTL if lock_ttl is None else lock_ttl)
-        return cls(options, _signature(task))
+        return cls(options, signature_of(task), getattr(task, "run", None))
 
     def complete(
         self,
@@ -77,7 +80,9 @@ class Plan:
                 continue
             if dumped is None:
                 dump = getattr(task, "_dump_pydantic_arguments", None)
-                dumped = dump(args, kwargs) if dump is not None else (args, kwargs)
+                serializer = serializer or task.serializer or task.app.conf.task_serializer
+                plain_args, plain_kwargs = dump(args, kwargs) if dump is not None else (args, kwargs)
+                dumped = as_sent(plain_args, plain_kwargs, serializer)
             header[entry] = self._key(task, name, source, *dumped, serializer=serializer)
             if name in overrides:
                 header["given"] = [*header.get("given", ()), entry]
@@ -103,24 +108,17 @@ class Plan:
         serializer: str | None,
     ) -> str:
         if source is True:
-            serializer = serializer or task.serializer or task.app.conf.task_serializer
+            assert serializer is not None  # `complete` has found it
             return arguments_key(task.name, serializer, self._parameters.bind(args, kwargs))
         if isinstance(source, str):
             template = self._templates.get(name)
             if template is None or getattr(self.options, name) != source:
                 template = Template(source, self._parameters, what=name)
             return template.render(args, kwargs)
-        key = source(task, args, kwargs)
+        try:
+            key = source(task, args, kwargs)
+        except Exception as exc:
+            raise InvalidKey(f"{task.name}: the {name} callable raised {exc!r}") from exc
         if not isinstance(key, str):
             raise InvalidKey(f"{task.name}: the {name} callable answered with {type(key).__name__}, not with text")
-        return public_key(key, what=name)
-
-
-def _signature(task: type) -> inspect.Signature:
-    """Of the body, without self."""
-    run = inspect.getattr_static(task, "run")
-    function = run.__func__ if isinstance(run, staticmethod) else run
-    signature = inspect.signature(function)
-    if isinstance(run, staticmethod):
-        return signature
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
+        return task_key(key, what=name)

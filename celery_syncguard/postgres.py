@@ -40,14 +40,14 @@ WARN_FENCE = 90_000_000_000_000
 
 #: With numbered places for `Connection.call`, others for a cursor.
 _QUERIES = {
-    "acquire": "SELECT to_json({}syncguard_acquire($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11))",
+    "acquire": "SELECT to_json({}syncguard_acquire($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12))",
     "renew": "SELECT lock_id, expires_at_ms FROM {}syncguard_renew(%s, %s, %s)",
     "release": "SELECT to_json({}syncguard_release($1, $2, $3, $4, $5, $6, $7, $8))",
     "release_process": "SELECT to_json({}syncguard_release_process($1))",
     "list": "SELECT * FROM {}syncguard_list(%s, %s)",
     "prune": "SELECT to_json({}syncguard_prune($1, $2))",
     "wait": "SELECT to_json({}syncguard_wait($1, $2))",
-    "claim": "SELECT to_json({}syncguard_claim($1, $2, $3, $4, $5))",
+    "claim": "SELECT to_json({}syncguard_claim($1, $2, $3, $4))",
     "confirm": "SELECT to_json({}syncguard_confirm($1, $2, $3))",
     "unclaim": "SELECT to_json({}syncguard_unclaim($1, $2))",
     "fenced": "SELECT {}syncguard_fenced(%s, %s, %s, %s)",
@@ -135,6 +135,7 @@ class PostgresStore:
             request.max_deaths,
             request.claim_key,
             None if request.claim_ttl is None else _ms(request.claim_ttl),
+            request.call_id,
         )
         try:
             # Not counted from here: a busy process may queue for a connection for longer than a ttl. But from the first
@@ -175,6 +176,7 @@ class PostgresStore:
             holder=row["holder"],
             task_id=row["task_id"],
             attempt=row["attempt"],
+            call_id=row["call_id"],
         )
 
     def renew(self, renewals: Sequence[Renewal]) -> dict[str, bool | None]:
@@ -258,10 +260,8 @@ class PostgresStore:
 
     # Claims
 
-    def claim(
-        self, key: str, *, task_id: str, ttl: float, holder: str | None = None, lock_key: str | None = None
-    ) -> Claim:
-        row = self._call("claim", (key, task_id, _ms(ttl), holder, lock_key))
+    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None) -> Claim:
+        row = self._call("claim", (key, task_id, _ms(ttl), holder))
         return Claim(
             key=key,
             task_id=row["task_id"],

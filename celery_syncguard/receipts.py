@@ -14,9 +14,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from amqp.exceptions import ChannelError, MessageNacked
+
+from celery_syncguard.events import logger
 from celery_syncguard.message import HEADER, claim_of
 
-__all__ = ["PATIENCE", "ask_for_receipts", "turned_off"]
+__all__ = ["PATIENCE", "ask_for_receipts", "is_refusal", "turned_off"]
 
 #: Seconds to wait for an answer, at each attempt of a publish. By then a claim that is not confirmed has ended.
 PATIENCE = 10.0
@@ -31,7 +34,8 @@ def ask_for_receipts(app: Any) -> None:
     amqp = app.amqp
     hand_over = amqp.send_task_message
     if not isinstance(hand_over, _Asking):
-        amqp.send_task_message = _Asking(hand_over)
+        wanted_by_all = (app.conf.broker_transport_options or {}).get(_OPTION) is True
+        amqp.send_task_message = _Asking(hand_over, wanted_by_all=wanted_by_all)
 
 
 def turned_off(app: Any) -> bool:
@@ -45,22 +49,35 @@ def turned_off(app: Any) -> bool:
 class _Asking:
     """Celery's `send_task_message` of one application."""
 
-    def __init__(self, hand_over: Any) -> None:
+    def __init__(self, hand_over: Any, *, wanted_by_all: bool) -> None:
         self._hand_over = hand_over
+        self._wanted_by_all = wanted_by_all
 
     def __call__(self, producer: Any, name: str, message: Any, **options: Any) -> Any:
         connection = producer.connection
         header = (options.get("headers") or {}).get(HEADER)
-        if not _answers(connection, wanted=claim_of(header) is not None):
+        wanted = claim_of(header) is not None
+        if not _answers(connection, wanted=wanted):
             return self._hand_over(producer, name, message, **options)
         if options.get("timeout") is None:
             options["timeout"] = PATIENCE
         try:
             return self._hand_over(producer, name, message, **options)
-        except BaseException:
+        except BaseException as exc:
             # An answer that comes late would be taken for the next message's.
             connection.collect()
-            raise
+            if wanted or self._wanted_by_all or not is_refusal(exc):
+                raise
+            # Whoever sent it has not asked, and might be Celery's own code that a refusal has never reached: for a callback it
+            # would fail the task that has ended.
+            logger.error("the broker refuses a message of %s: %r", name, exc.__cause__ or exc)
+            return None
+
+
+def is_refusal(exc: BaseException) -> bool:
+    """Whether the broker's answer was no. Without answers nobody would know."""
+    # Kombu makes an error of its own of it.
+    return any(isinstance(one, (ChannelError, MessageNacked)) for one in (exc, exc.__cause__))
 
 
 def _answers(connection: Any, *, wanted: bool) -> bool:

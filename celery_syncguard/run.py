@@ -10,6 +10,7 @@
 
 "Come back later" publishes the same message again, with the same task id, retries, chord, chain and limits, and with a
 count of its own. If it cannot be published, the delivery waits right here instead: work is never lost for want of a broker.
+So does one from a Broadcast queue, where a message goes to every worker.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from celery_syncguard.errors import LeaseLost, LockHeld, SchemaBehind, StoreUnav
 from celery_syncguard.events import logger
 from celery_syncguard.guard import lock_held
 from celery_syncguard.interrupt import Interrupt, interrupt_for
-from celery_syncguard.key import MAX_KEY_BYTES, RESERVED_PREFIX, new_lock_id, public_key
+from celery_syncguard.key import RESERVED_PREFIX, new_lock_id, public_key, shortened
 from celery_syncguard.lease import Lease
-from celery_syncguard.message import HEADER, carried_options, claim_of, header_of
+from celery_syncguard.message import HEADER, carried_options, claim_of, header_of, is_broadcast
 from celery_syncguard.options import TaskOptions
 from celery_syncguard.process import default_holder, process_id
 from celery_syncguard.skipped import Skipped
@@ -85,6 +86,7 @@ class Run:
 
     __slots__ = (
         "_guard_found",
+        "_patience",
         "claim_passed_on",
         "header",
         "interrupt",
@@ -106,19 +108,23 @@ class Run:
         self.claim_passed_on: str | None = None
         #: Whether a message under this task's id waits for this lock.
         self.key_passed_on = False
+        #: Seconds that it waits in place for its lock, where it cannot come back.
+        self._patience = 0.0
         self._guard_found: Any = None
 
     @classmethod
     def of(cls, task: Any, request: Any, args: Any, kwargs: Any) -> Run:
         """For the delivery that `request` describes. Computes the keys that its message lacks."""
         header = header_of(request.headers)
-        for entry in ("key", "run", "claim"):
+        for entry in ("key", "run", "claim", "call"):
             # Whoever sent it may not be this library.
             if header.get(entry) is not None:
                 header[entry] = public_key(header[entry], what=f"{entry} in the header of a message")
             else:
                 header.pop(entry, None)
-        options = task.plan().complete(task, header, args, kwargs, {})
+        serializer = header.get("serializer")
+        serializer = serializer if isinstance(serializer, str) else None
+        options = task.plan().complete(task, header, args, kwargs, {}, serializer=serializer)
         return cls(task, request, header, options)
 
     @classmethod
@@ -159,9 +165,7 @@ class Run:
         """The lock's key. A task with run_once alone is locked by that key: it must not run beside itself."""
         key: str | None = self.header.get("key")
         if key is None and self.run_key is not None:
-            key = RESERVED_PREFIX + "run:" + self.run_key
-            if len(key.encode()) > MAX_KEY_BYTES:
-                key = key.encode()[:MAX_KEY_BYTES].decode(errors="ignore")
+            key = shortened(RESERVED_PREFIX + "run:" + self.run_key)
         return key
 
     @property
@@ -172,12 +176,25 @@ class Run:
         replaced = getattr(self.request, "replaced_task_nesting", 0) or 0
         return int(replaced) * 1_000_000 + (self.request.retries or 0)
 
+    @property
+    def for_everybody(self) -> bool:
+        """Whether each worker got a message of its own (a Broadcast queue): sent again, it would go to all of them."""
+        return not self.request.is_eager and is_broadcast(self.task.app, self.request.delivery_info)
+
+    @property
+    def call_id(self) -> str:
+        """Which publish of the task id this is: a new one is new work, and no copy of what an old one left behind. Where
+        each worker has a message of its own, each of those is a call of its own.
+        """
+        call: str = self.header.get("call") or self.request.id
+        return f"{call}@{self.request.hostname}" if self.for_everybody else call
+
     def _acquire(self, key: str) -> Acquire:
         claim_key = self.header.get("claim")
         until = self.options.dedup_until
         run_key = self.run_key
         attempt, task_id = self.attempt, self.request.id
-        attempt_key = f"attempt:{task_id}:{attempt}"
+        attempt_key = f"attempt:{self.call_id}:{attempt}"
         return Acquire(
             key=key,
             lock_id=new_lock_id(),
@@ -190,6 +207,7 @@ class Run:
             max_deaths=self.options.lock_max_deaths,
             claim_key=claim_key if until != "ttl" else None,
             claim_ttl=self.options.dedup_ttl if until == "done" else None,
+            call_id=self.call_id,
         )
 
     # The stages
@@ -207,7 +225,7 @@ class Run:
         while True:
             request = self._acquire(key)
             try:
-                answer = self._guard.acquire_waiting(request, wait=self.options.lock_wait)
+                answer = self._guard.acquire_waiting(request, wait=max(self.options.lock_wait, self._patience))
                 if isinstance(answer, Held) and self._is_own_predecessor(answer):
                     # Celery publishes a retry before the attempt that asked for it has ended.
                     answer = self._guard.acquire_waiting(request, wait=_HANDOVER)
@@ -242,7 +260,11 @@ class Run:
             self._blocked(answer)
 
     def _is_own_predecessor(self, held: Held) -> bool:
-        return held.task_id == self.request.id and held.attempt is not None and held.attempt < self.attempt
+        return self._is_ours(held) and held.attempt is not None and held.attempt < self.attempt
+
+    def _is_ours(self, held: Held) -> bool:
+        """Whether a delivery of this very call holds the lock."""
+        return held.task_id == self.request.id and self.call_id == (held.call_id or held.task_id)
 
     @property
     def _guard(self) -> Any:
@@ -489,7 +511,7 @@ class Run:
         """The lock is held. Returns to try again at once; else raises."""
         who = f"{self.task.name}[{self.request.id}]"
         error = lock_held(held)
-        own = held.task_id == self.request.id
+        own = self._is_ours(held)
         if own and held.attempt is not None and held.attempt > self.attempt:
             # The attempt that runs was published by this one, which is delivered once more.
             logger.info("%s not run: a later attempt of it runs already", who)
@@ -510,6 +532,9 @@ class Run:
             self._fail(error)
         elif outcome == "skip":
             self._skip(held, error)
+        elif self.for_everybody:
+            logger.info("%s waits here, as it was sent to every worker: %s", who, error)
+            self._come_back(error, hidden=False, delay=delay)
         else:
             logger.info("%s not run, comes back in %.1f s: %s", who, delay, error)
             self._come_back(error, hidden=False, delay=delay)
@@ -519,7 +544,8 @@ class Run:
         logger.info("%s[%s] skipped: %s", self.task.name, self.request.id, error)
         self._end_claim(self.header.get("claim"))
         signals.task_skipped.send(sender=self.task, skipped=marker)
-        if not self.request.is_eager:
+        # Under one task id there is one result: that of the body which runs.
+        if not self.request.is_eager and held.task_id != self.request.id:
             skipped.settle(self.task, self.request, marker)
         raise Answered(f"skipped: {error}", marker)
 
@@ -540,6 +566,15 @@ class Run:
         if self.request.is_eager:
             self._wait_eagerly(reason)
             return
+        if self.for_everybody:
+            self.header["held"] = self.header.get("held", 0) + 1
+            if isinstance(reason, LockHeld):
+                self._patience = delay
+            else:
+                _pause(delay)
+            return
+        if delay < 1.0 and _has_quorum_queues(self.task.app):
+            delay = 1.0  # Celery's native delayed delivery refuses what is shorter
         header = {**self.header, "held": self.header.get("held", 0) + 1}
         if header.get("claim") is not None:
             header["claimed"] = True
@@ -577,6 +612,10 @@ class Run:
 def _ended_by_itself(failure: BaseException | None) -> bool:
     """Not so: a lost lease, a message that goes back to the queue, a process that is being ended."""
     return failure is None or (isinstance(failure, Exception) and not isinstance(failure, (LeaseLost, Reject)))
+
+
+def _has_quorum_queues(app: Any) -> bool:
+    return any((queue.queue_arguments or {}).get("x-queue-type") == "quorum" for queue in app.amqp.queues.values())
 
 
 def _pause(seconds: float) -> None:

@@ -24,7 +24,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -48,7 +48,8 @@ from celery_syncguard.errors import (
 from celery_syncguard.events import logger
 from celery_syncguard.key import normalize_key
 from celery_syncguard.lease import Lease
-from celery_syncguard.slots import Slot, Slots
+from celery_syncguard.slots import EntryRow, Slot, Slots
+from celery_syncguard.timekeeper import JUMP, Timekeeper
 from celery_syncguard.timetable import choose, describe, due_between, grid_start, next_due, once_only
 
 __all__ = ["AGAIN", "of_the_database", "sending", "undisturbed"]
@@ -131,11 +132,12 @@ class _SlotSending:
     reserve: Any
     sync: Any
 
-    def lead(self, lease: Lease, slots: Slots, *, rule: str, leader_key: str) -> None:
+    def lead(self, lease: Lease, slots: Slots, *, rule: str, leader_key: str, time: Timekeeper) -> None:
         """Begin a term. Called once, before the first tick."""
         self._lease, self._slots, self._rule, self._leader_key = lease, slots, rule, leader_key
         self._places: dict[str, _Place] = {}
-        self._clock: tuple[datetime, float] | None = None
+        self._time = time
+        self._begun = self._jumped = False
         self._problem: BaseException | None = None
         self._quiet_until = 0.0
         self._broker_failures = 0
@@ -147,15 +149,19 @@ class _SlotSending:
         news, self._sent_something = self._sent_something, False
         return news
 
-    # Time is the database's, carried on by the local clock that nobody sets.
+    def hear(self, ask: Callable[[], datetime]) -> bool:
+        """Ask the database, which answers with its time. Whether time has jumped, so that another tick should not wait."""
+        asked_at = clock.now()
+        self._heard(ask(), asked_at)
+        return self._jumped
 
-    def set_clock(self, now: datetime) -> None:
-        self._clock = (now, clock.now())
+    def _heard(self, reading: datetime, asked_at: float) -> None:
+        # The first reading that counts is that of the first look at the entries, which comes with the latest slot.
+        if self._begun and self._time.hear(reading, asked_at=asked_at):
+            self._jumped = True  # in the middle of a slot, perhaps
 
     def _now(self) -> datetime:
-        assert self._clock is not None
-        there, here = self._clock
-        return there + timedelta(seconds=clock.now() - here)
+        return self._time.now()
 
     def _when(self, _entry: Any, next_time_to_run: float | None, **_: Any) -> float:
         # The keys of Celery's heap. Wall clocks are set, and would leave entries waiting.
@@ -168,6 +174,8 @@ class _SlotSending:
         """Send one slot that is due. The seconds until the next one may be."""
         if super().tick.__func__ is not beat.Scheduler.tick:  # type: ignore[misc]  # a class of its own making
             return float(super().tick(*args, **kwargs))  # type: ignore[misc]
+        if self._jumped:
+            self._count_anew()
         # Celery's own, up to 5.6, lets an entry that is not due after all keep the others waiting.
         schedule = self.schedule
         if self._heap is None or not self.schedules_equal(self.old_schedulers, schedule):
@@ -231,10 +239,7 @@ class _SlotSending:
 
     def _enter(self, schedule: Mapping[str, Any]) -> None:
         texts = {name: describe(entry.schedule) for name, entry in schedule.items() if _storable(name)}
-        entered = self._slots.enter(self._lease, texts)
-        if entered is None:
-            raise self._lease.loss("the database says that it is gone")
-        self.set_clock(entered.now)
+        entries = self._entries(texts)
         first = self._unsent is None
         if self._unsent is None:
             self._unsent = {}
@@ -242,9 +247,11 @@ class _SlotSending:
                 self._unsent.setdefault(slot.entry, set()).add(slot.due_at)
         for name in [name for name in self._places if self._places[name].text != texts.get(name)]:
             self._unsent.setdefault(name, set()).update(self._places.pop(name).unsent)
-        for name, row in entered.entries.items():
+        now = self._now()
+        for name, row in entries.items():
             if name not in self._places:
-                unsent = self._unsent.pop(name, set())
+                # What a leader claimed whose clock was ahead is claimed again when it is due.
+                unsent = {due_at for due_at in self._unsent.pop(name, set()) if due_at <= now + JUMP}
                 self._places[name] = _Place(
                     text=row.schedule,
                     runs=row.runs,
@@ -257,9 +264,45 @@ class _SlotSending:
         for name, instants in list(self._unsent.items()) if first else ():
             # Claimed by an earlier leader for an entry that this one does not have.
             for due_at in instants:
+                self.moved_at = clock.now()
                 logger.warning("the slot of %r at %s was not sent, and the schedule lacks that entry now", name, due_at)
                 self._slots.drop(Slot(name, due_at), term=int(self._lease.fence))
             del self._unsent[name]
+
+    def _entries(self, texts: Mapping[str, str]) -> Mapping[str, EntryRow]:
+        """Where the entries stand, at the time by which this leader goes."""
+        asked_at = clock.now()
+        entered = self._slots.enter(self._lease, texts, now=self._now() if self._begun else None)
+        if entered is None:
+            raise self._gone()
+        rows = entered.entries
+        if not self._begun:
+            self._begun = True
+            newest = max((row.last_due_at for row in rows.values()), default=None)
+            self._time.begin(entered.now, asked_at=asked_at, newest=newest)
+        else:
+            self._heard(entered.now, asked_at)
+        now = self._now()
+        if all(max(row.last_due_at, row.since_at) <= now + JUMP for row in rows.values()):
+            return rows
+        if not self._slots.turn_back(self._lease, now=now):
+            raise self._gone()
+        entered = self._slots.enter(self._lease, texts, now=now)
+        if entered is None:
+            raise self._gone()
+        return entered.entries
+
+    def _gone(self) -> LeaseLost:
+        return self._lease.loss("the database says that it is gone")
+
+    def _count_anew(self) -> None:
+        """Time has jumped: entries go on from where they are by now."""
+        self._jumped = False
+        assert self._unsent is not None
+        for name, place in self._places.items():
+            self._unsent.setdefault(name, set()).update(place.unsent)
+        self._places.clear()
+        self._heap = None
 
     def _plan(self, plan: Any, place: _Place) -> None:
         """Find the next slot. Asks the schedule, which may be anybody's code."""
@@ -278,12 +321,9 @@ class _SlotSending:
         quiet = self._quiet_until - clock.now()
         if quiet > 0:
             return False, quiet
-        place = self._places.get(entry.name)
-        if place is None or place.text != describe(entry.schedule):
-            self._enter(dict(self.schedule))
-            place = self._places.get(entry.name)
-            if place is None:
-                return False, self.max_interval
+        place = self._place_of(entry)
+        if place is None:
+            return False, self.max_interval
         quiet = place.quiet_until - clock.now()
         if quiet > 0:
             return False, quiet
@@ -306,6 +346,15 @@ class _SlotSending:
                 self._end_clocked(entry, place)
             return False, following
         return True, 0.0 if len(place.pending) > 1 else following
+
+    def _place_of(self, entry: Any) -> _Place | None:
+        if self._jumped:
+            self._count_anew()
+        place = self._places.get(entry.name)
+        if place is None or place.text != describe(entry.schedule):
+            self._enter(dict(self.schedule))
+            place = self._places.get(entry.name)
+        return place
 
     def _refill(self, entry: Any, place: _Place, now: datetime) -> None:
         plan = entry.schedule
@@ -419,13 +468,13 @@ class _SlotSending:
         self.moved_at = clock.now()
 
     def _apply_slot(self, entry: Any, place: _Place, slot: Slot) -> None:
-        rest = place.pending[1:]
+        rest, asked_at = place.pending[1:], clock.now()
         claimed = self._slots.claim(
             self._lease, slot, schedule=place.text, next_due_at=rest[0] if rest else place.next_due
         )
-        self.set_clock(claimed.now)
+        self._heard(claimed.now, asked_at)
         if claimed.outcome == "lost":
-            raise self._lease.loss("the database says that it is gone")
+            raise self._gone()
         if claimed.outcome == "taken":
             logger.info("the slot of %r at %s was sent before", entry.name, slot.due_at.isoformat())
             place.pending = rest

@@ -137,8 +137,15 @@ class TermRow:
 class Slots(Protocol):
     """The state of one leader key."""
 
-    def enter(self, lease: Lease, schedules: Mapping[str, str]) -> Entered | None:
-        """Say which entries (name -> text of its schedule) there are. None: the lease is not the leader's."""
+    def enter(self, lease: Lease, schedules: Mapping[str, str], *, now: datetime | None = None) -> Entered | None:
+        """Say which entries (name -> text of its schedule) there are. `now`: the time by which the leader goes, if it
+        knows one. None: the lease is not the leader's.
+        """
+
+    def turn_back(self, lease: Lease, *, now: datetime) -> bool:
+        """The clock was ahead: entries that are ahead of `now` go back to where they were then, and what was sent stays
+        sent. False: the lease is not the leader's.
+        """
 
     def claim(self, lease: Lease, slot: Slot, *, schedule: str, next_due_at: datetime | None) -> Claimed:
         """Claim a slot for sending, if it is not sent and the lease still leads."""
@@ -154,6 +161,9 @@ class Slots(Protocol):
 
     def flush(self) -> None:
         """Tell the store what it has not heard of yet. Raises StoreUnavailable."""
+
+    def unrecorded(self) -> list[Slot]:
+        """Of which slots the store has not heard yet what became of them."""
 
     def seen(self, term: int, *, failure: str | None, sent: bool, ended: bool = False) -> datetime:
         """A sign of life of the leader. Answers with the store's clock."""
@@ -193,13 +203,14 @@ class PostgresSlots:
         self._late: list[tuple[Slot, int, bool]] = []
 
     def _rows(self, call: str, parameters: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        # In binary: the text of an instant depends on the role's DateStyle and TimeZone.
         query = f"SELECT * FROM {self._prefix}{call}".encode()
-        return self._store.run(lambda conn: conn.execute(query, parameters).fetchall())
+        return self._store.run(lambda conn: conn.execute(query, parameters, binary=True).fetchall())
 
-    def enter(self, lease: Lease, schedules: Mapping[str, str]) -> Entered | None:
+    def enter(self, lease: Lease, schedules: Mapping[str, str], *, now: datetime | None = None) -> Entered | None:
         self.flush()
         rows = self._rows(
-            "syncguard_beat_enter(%s, %s, %s, %s, %s, %s, %s, %s)",
+            "syncguard_beat_enter(%s, %s, %s, %s, %s, %s, %s, %s, %s)",
             (
                 self._key,
                 lease.key,
@@ -209,6 +220,7 @@ class PostgresSlots:
                 round(lease.ttl * 1000),
                 list(schedules),
                 list(schedules.values()),
+                now,
             ),
         )
         if not rows:
@@ -218,6 +230,10 @@ class PostgresSlots:
             for entry, schedule, last, since, runs, _ in rows[1:]
         }
         return Entered(now=_utc(rows[0][5]), entries=entries)
+
+    def turn_back(self, lease: Lease, *, now: datetime) -> bool:
+        parameters = (self._key, lease.key, lease.lock_id, int(lease.fence), now)
+        return bool(self._rows("syncguard_beat_turn_back(%s, %s, %s, %s, %s)", parameters)[0][0])
 
     def claim(self, lease: Lease, slot: Slot, *, schedule: str, next_due_at: datetime | None) -> Claimed:
         self.flush()
@@ -238,8 +254,12 @@ class PostgresSlots:
         return Claimed(outcome=outcome, now=_utc(now_at))
 
     def unsent(self) -> list[Slot]:
-        rows = self._rows("syncguard_beat_unsent(%s)", (self._key,))
-        return [Slot(entry, _utc(due_at)) for entry, due_at, _ in rows]
+        found: list[Slot] = []
+        page = self._rows("syncguard_beat_unsent(%s)", (self._key,))
+        while page:
+            found += [Slot(entry, _utc(due_at)) for entry, due_at, _ in page]
+            page = self._rows("syncguard_beat_unsent(%s, %s, %s)", (self._key, found[-1].due_at, found[-1].entry))
+        return found
 
     def sent(self, slot: Slot, *, term: int) -> None:
         self._mark(slot, term, dropped=False)
@@ -252,10 +272,14 @@ class PostgresSlots:
         try:
             self.flush()
         except StoreUnavailable as exc:
-            # It was sent, and this process knows it; only a next leader would send the copy, under the same id.
+            # This process knows it; only a next leader would send the copy, under the same id.
+            what = "given up" if dropped else "sent"
             logger.warning(
-                "cannot record that the slot of %r at %s was sent, will do so: %s", slot.entry, slot.due_at, exc
+                "cannot record that the slot of %r at %s was %s, will do so: %s", slot.entry, slot.due_at, what, exc
             )
+
+    def unrecorded(self) -> list[Slot]:
+        return [slot for slot, _, _ in self._late]
 
     def flush(self) -> None:
         while self._late:
@@ -264,6 +288,7 @@ class PostgresSlots:
             self._late.pop(0)
 
     def seen(self, term: int, *, failure: str | None, sent: bool, ended: bool = False) -> datetime:
+        self.flush()
         rows = self._rows("syncguard_beat_seen(%s, %s, %s, %s, %s)", (self._key, term, failure, sent, ended))
         return _utc(rows[0][0])
 
@@ -279,7 +304,7 @@ class PostgresSlots:
             "SELECT e.entry, e.schedule, e.runs, e.last_due_at, e.since_at, e.next_due_at, e.removed_at "
             f"FROM {self._prefix}syncguard_beat_entries e WHERE e.leader_key = %s ORDER BY e.entry"
         ).encode()
-        rows = self._store.run(lambda conn: conn.execute(query, (self._key,)).fetchall())
+        rows = self._store.run(lambda conn: conn.execute(query, (self._key,), binary=True).fetchall())
         return [
             _state(name, EntryRow(schedule, _utc(last), _utc(since), runs), _maybe_utc(following), _maybe_utc(removed))
             for name, schedule, runs, last, since, following, removed in rows
@@ -346,23 +371,40 @@ class MemorySlots:
     def _leads(self, lease: Lease) -> bool:
         return self._store.fenced(None, key=lease.key, lock_id=lease.lock_id, fence=int(lease.fence))
 
-    def enter(self, lease: Lease, schedules: Mapping[str, str]) -> Entered | None:
+    def enter(self, lease: Lease, schedules: Mapping[str, str], *, now: datetime | None = None) -> Entered | None:
         with self._mutex:
             if not self._leads(lease):
                 return None
-            now = self._now()
+            read = self._now()
+            now = now or read
             term = int(lease.fence)
-            self._terms.setdefault(term, TermRow(term, lease.holder, lease.ttl, now, now, None, None, None, None, now))
+            row = TermRow(term, lease.holder, lease.ttl, read, read, None, None, None, None, read)
+            self._terms.setdefault(term, row)
             for name, text in schedules.items():
-                row = self._entries.get(name)
+                entry = self._entries.get(name)
                 removed_at = self._removed.pop(name, None)
-                if row is None:
+                if entry is None:
                     self._entries[name] = EntryRow(text, now.replace(microsecond=0), now, 0)
-                elif row.schedule != text or (removed_at is not None and removed_at <= now - KEEPS_ITS_PLACE):
-                    self._entries[name] = dataclasses.replace(row, schedule=text, since_at=now)
+                elif entry.schedule != text or (removed_at is not None and removed_at <= now - KEEPS_ITS_PLACE):
+                    self._entries[name] = dataclasses.replace(entry, schedule=text, since_at=now)
             for name in self._entries.keys() - schedules.keys():
                 self._removed.setdefault(name, now)
-            return Entered(now=now, entries={name: self._entries[name] for name in schedules})
+            return Entered(now=read, entries={name: self._entries[name] for name in schedules})
+
+    def turn_back(self, lease: Lease, *, now: datetime) -> bool:
+        with self._mutex:
+            if not self._leads(lease):
+                return False
+            for name, entry in self._entries.items():
+                if entry.last_due_at <= now and entry.since_at <= now:
+                    continue
+                earlier = (slot.due_at for slot in self._slots if slot.entry == name and slot.due_at <= now)
+                last = (
+                    entry.last_due_at if entry.last_due_at <= now else max(earlier, default=now.replace(microsecond=0))
+                )
+                self._entries[name] = dataclasses.replace(entry, last_due_at=last, since_at=min(entry.since_at, now))
+                self._next[name] = None
+            return True
 
     def claim(self, lease: Lease, slot: Slot, *, schedule: str, next_due_at: datetime | None) -> Claimed:
         with self._mutex:
@@ -403,6 +445,9 @@ class MemorySlots:
 
     def flush(self) -> None:
         """Nothing is ever late here."""
+
+    def unrecorded(self) -> list[Slot]:
+        return []
 
     def seen(self, term: int, *, failure: str | None, sent: bool, ended: bool = False) -> datetime:
         with self._mutex:

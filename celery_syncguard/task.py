@@ -1,14 +1,11 @@
 """LockedTask: a Celery task that takes a lock before its body runs.
 
-Publishing computes the keys (`dedup.publish`); running is `run.Run`. The lock is woven around `run` itself, when a class
-defines one, so that it covers the body whatever else a subclass overrides (`__call__`, `before_start`, `on_success` …,
-without `super()`), and lies inside Celery's autoretry, which then sees the lock released.
+Publishing computes the keys (`dedup.publish`); running is `run.Run`. `gate` is where Celery's call of the task becomes a
+locked one, whatever a subclass overrides, with or without `super()`.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 from typing import Any, ClassVar
 
 from celery import Task, current_task
@@ -16,20 +13,26 @@ from celery.app.task import Context
 from celery.result import EagerResult
 from celery.signals import task_postrun
 from celery.states import SUCCESS
+from celery.utils import uuid
 from celery.utils.imports import symbol_by_name
+from kombu.exceptions import EncodeError, OperationalError
 
-from celery_syncguard import binding, dedup
-from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, NoLease, SyncGuardError, TooManyDeaths
+from celery_syncguard import binding, dedup, gate
+from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, NoLease, TooManyDeaths
 from celery_syncguard.events import logger
 from celery_syncguard.key import Fence
 from celery_syncguard.lease import Lease
-from celery_syncguard.message import HEADER, header_of
+from celery_syncguard.message import HEADER, header_of, queue_of
 from celery_syncguard.options import take_overrides
 from celery_syncguard.plan import Plan
+from celery_syncguard.receipts import is_refusal
 from celery_syncguard.run import RUN, Answered, Run, check_outer
-from celery_syncguard.skipped import SKIPPED
+from celery_syncguard.skipped import SKIPPED, wants_result
 
 __all__ = ["LockedTask"]
+
+#: Where Celery's own `Task.__call__` is written, as it is and as its workers have it.
+_CELERYS_CALL = ("celery.app.task", "celery.app.trace")
 
 
 class LockedTask(Task):  # type: ignore[misc]
@@ -52,18 +55,32 @@ class LockedTask(Task):  # type: ignore[misc]
 
     _plan: ClassVar[Plan | None] = None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        body = cls.__dict__.get("run")
-        if body is not None:
-            cls.run = _weave(body)
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # A class whose base was bound before it was made is never bound itself.
+        gate.install(cls)
+        new = super().__new__
+        return new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Celery's autoretry reads `run` and then sets these two, in this order. Here it goes around the gate instead.
+        if name == "_orig_run":
+            value = gate.call_chain
+        elif name == "run" and "_orig_run" in self.__dict__ and gate.AUTORETRY not in self.__dict__:
+            name = gate.AUTORETRY
+        super().__setattr__(name, value)
 
     @classmethod
-    def on_bound(cls, app: Any) -> None:
-        """Check the options as soon as the task is registered."""
-        super().on_bound(app)
+    def bind(cls, app: Any) -> Any:
+        """Check the options as soon as the task is registered. Not in `on_bound`, which is there to be overridden."""
+        bound = super().bind(app)
+        cls._prepare(app)
+        return bound
+
+    @classmethod
+    def _prepare(cls, app: Any) -> None:
         if cls.__dict__.get("abstract") or cls is LockedTask:
             return
+        gate.install(cls)
         if cls.Request is not LockedTask.Request:
             _check_request(cls)
         binding.attach(app)
@@ -75,11 +92,13 @@ class LockedTask(Task):  # type: ignore[misc]
 
     def plan(self) -> Plan:
         """What the options of this task come to."""
-        found = type(self)._plan  # noqa: SLF001 - our own class
-        if found is None:
-            settings = binding.settings_for(self.app)
-            found = Plan.of_class(type(self), lock_ttl=settings.lock_ttl)
-            type(self)._plan = found  # noqa: SLF001
+        cls = type(self)
+        # A base's plan is not ours.
+        found: Plan | None = cls.__dict__.get("_plan")
+        if found is None or found.body is not cls.run:
+            if "_plan" not in cls.__dict__:
+                cls._prepare(self.app)
+            found = cls._plan = Plan.of_class(cls, lock_ttl=binding.settings_for(self.app).lock_ttl)
         return found
 
     # Publishing
@@ -104,7 +123,30 @@ class LockedTask(Task):  # type: ignore[misc]
         Raises:
             ImproperlyConfigured, InvalidKey: before anything is sent.
             DuplicateTask, StoreUnavailable: with a dedup key; see `dedup.publish`.
+
+        What Celery itself sends for a task that has ended raises nothing but for trouble with the broker: it is this task that
+        fails then, and not the one that has ended.
         """
+        try:
+            return self._publish(args, kwargs, task_id, producer, link, link_error, shadow, **options)
+        except Exception as exc:
+            call = dict(options, task_id=task_id)
+            is_trouble = isinstance(exc, (OperationalError, EncodeError)) and not is_refusal(exc)
+            if is_trouble or not dedup.follows(call):
+                raise
+            return self._fail_unsent(exc, args, kwargs, link_error, call)
+
+    def _publish(  # noqa: PLR0917 - as `apply_async`
+        self,
+        args: Any,
+        kwargs: Any,
+        task_id: str | None,
+        producer: Any,
+        link: Any,
+        link_error: Any,
+        shadow: str | None,
+        **options: Any,
+    ) -> Any:
         overrides = take_overrides(options)
         plan = self.plan()
         header = header_of(options.get("headers"))
@@ -118,9 +160,9 @@ class LockedTask(Task):  # type: ignore[misc]
                 self, header, tuple(args or ()), dict(kwargs or {}), overrides, serializer=options.get("serializer")
             )
         except InvalidKey:
-            if not dedup.begun(call):
+            if dedup.follows(call) or not dedup.begun(call):
                 raise
-            # The parent has ended well: it is this task that fails, in the worker that gets it.
+            # A retry by autoretry of what could not make its key.
             task_options = plan.options
 
         def send(**call: Any) -> Any:
@@ -137,6 +179,41 @@ class LockedTask(Task):  # type: ignore[misc]
         if request is not None and request.id == task_id and (run := request.__dict__.get(RUN)) is not None:
             # The body's own next attempt, or what it put in its own place (`self.replace`).
             run.key_passed_on = run.key_passed_on or header.get("key") == run.lock_key
+        return result
+
+    def _fail_unsent(self, exc: Exception, args: Any, kwargs: Any, link_error: Any, call: dict[str, Any]) -> Any:
+        """End this task, which could not be published after its parent, as a failure of its own, with all that waits for it."""
+        task_id = call["task_id"] or uuid()
+        logger.error(
+            "%s[%s] cannot be sent after %s, so it fails: %s",
+            self.name,
+            task_id,
+            call.get("parent_id"),
+            str(exc) or repr(exc),
+        )
+        request = Context(
+            id=task_id,
+            task=self.name,
+            args=args,
+            kwargs=kwargs,
+            chain=call.get("chain"),
+            chord=call.get("chord"),
+            group=call.get("group_id"),
+            group_index=call.get("group_index"),
+            errbacks=[link_error] if isinstance(link_error, dict) else link_error,
+            root_id=call.get("root_id"),
+            parent_id=call.get("parent_id"),
+            ignore_result=call.get("ignore_result"),
+            delivery_info={},
+        )
+        try:
+            self.backend.mark_as_failure(task_id, exc, request=request, store_result=wants_result(self, request))
+        except Exception:  # noqa: BLE001 - whatever a result backend raises: the parent has ended well
+            logger.exception("the failure of %s[%s] could not be stored", self.name, task_id)
+        result = (call.get("result_cls") or self.AsyncResult)(task_id)
+        if call.get("add_to_parent", True) and current_task:
+            current_task.add_trail(result)
+        result.duplicate, result.holder = False, None
         return result
 
     def apply(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
@@ -182,9 +259,13 @@ class LockedTask(Task):  # type: ignore[misc]
     ) -> Any:
         """A retry with other arguments gets the keys of those, and keeps its claim if that is the same. Keys that were
         given for this call stay: a retry that lost them would run without the lock that its caller wanted. The same
-        serializer again, as another one may change the arguments.
+        serializer again, as another one may change the arguments. And the queue from which it came: without its name,
+        Celery's native delayed delivery takes the application's default queue.
         """
         request = self.request if request is None else request
+        if queue is None and not options.keys() & {"exchange", "routing_key"}:
+            came_from = queue_of(self.app, request.delivery_info)
+            queue = None if came_from is None else came_from.name
         if serializer := header_of(request.headers).get("serializer"):
             options.setdefault("serializer", serializer)
         changed = (args is not None and list(args) != list(request.args or ())) or (
@@ -207,6 +288,29 @@ class LockedTask(Task):  # type: ignore[misc]
 
     # Running
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the body as a function, without a lock. Celery's own call of it is the locked one; see `gate`."""
+        request = self.request_stack.top if self.request_stack is not None else None
+        following = super().__call__
+        if (
+            request is not None
+            and not request.called_directly
+            and not request._protected  # noqa: SLF001 - as Celery's `__protected_call__` has it
+            and following.__func__.__module__ in _CELERYS_CALL
+        ):
+            # Celery's own would put another request on top where it is not a worker's.
+            request._protected = 1  # noqa: SLF001
+            return self.run(*args, **kwargs)
+        return following(*args, **kwargs)
+
+    def _run_of_request(self) -> Run | None:
+        request = self.request
+        run: Run | None = request.__dict__.get(RUN)
+        if run is None and request.called_directly and len(stack := self.request_stack.stack) > 1:
+            # A `__call__` below ours has put a request on top.
+            run = stack[-2].__dict__.get(RUN)
+        return run
+
     @property
     def lease(self) -> Lease:
         """The lease that the body runs under.
@@ -215,7 +319,7 @@ class LockedTask(Task):  # type: ignore[misc]
             NoLease: called directly, or the task has no lock. In a unit test, call `task.apply(…)` with the setting
                 `syncguard_dsn = "memory://"`.
         """
-        run: Run | None = self.request.__dict__.get(RUN)
+        run = self._run_of_request()
         if run is None or run.lease is None:
             raise NoLease(
                 f"{self.name} does not run under a lease here: it was called as a plain function, has no lock_key, or runs "
@@ -263,6 +367,13 @@ def _check_request(cls: type[LockedTask]) -> None:
 def _on_postrun(sender: Any = None, state: str | None = None, retval: Any = None, **_: Any) -> None:
     # A hook of the task could be overridden without super().
     if isinstance(sender, LockedTask):
+        if state == SUCCESS and not gate.was_passed(sender.request):
+            logger.error(
+                "%s[%s] ran without its lock: %s",
+                sender.name,
+                sender.request.id,
+                "called in a thread that is not the tracer's, or its class got another __call__ and before_start since",
+            )
         Run.never_came(sender, sender.request, state, retval)
 
 
@@ -278,68 +389,3 @@ def _without_link(send: Any) -> Any:
         return send(**call)
 
     return without_link
-
-
-def _traced_below(task: Any) -> Any:
-    """The request that Celery's tracer runs, if this is the tracer's call: before 5.7 it comes as a plain one where a task
-    has a `__call__` of its own and is applied eagerly, or is applied inside another call of itself.
-    """
-    stack = task.request_stack.stack
-    below = stack[-2] if len(stack) > 1 else None
-    return None if below is None or below.called_directly or RUN in below.__dict__ else below
-
-
-def _is_failure(args: tuple[Any, ...]) -> bool:
-    """Whether these are what Celery calls an errback with: (request, exc, traceback)."""
-    return len(args) >= 3 and isinstance(args[0], Context) and isinstance(args[1], BaseException)
-
-
-def _run_as_errback(task: Any, args: Any, kwargs: Any) -> Any:
-    """What runs when a task is somebody's `link_error` and takes (request, exc, traceback): Celery then calls it as a
-    function, where the other task failed. It takes its lock as an eager call does; the main process of a worker, which
-    fails a task whose process died, does not wait for it. That it could not run is logged: an exception would be the
-    other task's, and Celery before 5.7 does not expect one.
-    """
-    options = task.plan().options
-    overrides: dict[str, Any] = {}
-    if options.dedup_key:
-        # Nothing is queued, and these arguments cannot be compared.
-        overrides["dedup_key"] = None
-    if options.lock_on_held == "retry" and task.app.current_worker_task is None:
-        overrides["lock_on_held"] = "raise"
-    try:
-        return task.apply(args, kwargs, throw=True, **overrides).result
-    except SyncGuardError as exc:
-        logger.error("the errback %s of %s[%s] was not run: %s", task.name, args[0].task, args[0].id, exc)
-
-
-def _weave(body: Any) -> Any:
-    """A `run` that does what `body` does, under the lock."""
-    if isinstance(body, classmethod) or not callable(getattr(body, "__func__", body)):
-        raise ImproperlyConfigured(f"run must be a method or a function, got {type(body).__name__}")
-    static = isinstance(body, staticmethod)
-    function = body.__func__ if static else body
-
-    @functools.wraps(function)
-    def run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        call = functools.partial(function if static else functools.partial(function, self), *args, **kwargs)
-        request = self.request
-        if request.called_directly and RUN not in request.__dict__:
-            traced = _traced_below(self)
-            if traced is None:
-                # A plain call takes no lock, but that of an errback is Celery's and not the user's.
-                return _run_as_errback(self, args, kwargs) if _is_failure(args) else call()
-            # What the body sees is the request on top.
-            this = request.__dict__[RUN] = Run.of(self, traced, args, kwargs)
-            return this.execute(call)
-        if RUN in request.__dict__:
-            # super().run() and the like are inside a lock already.
-            return call()
-        return Run.of(self, request, args, kwargs).execute(call)
-
-    if static:
-        # So that inspect.signature() of the bound method shows the function's own parameters.
-        signature = inspect.signature(function)
-        first = inspect.Parameter("_task", inspect.Parameter.POSITIONAL_ONLY)
-        run.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])  # type: ignore[attr-defined]
-    return run

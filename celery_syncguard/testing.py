@@ -199,6 +199,9 @@ def _expire(store: LockStore, key: str = "k") -> None:
 class StoreContract:
     """What every lock store does. Test ids are the same for all of them."""
 
+    #: How often each race is run.
+    rounds = 1000
+
     # Acquire
 
     def test_a_free_key_is_granted(self, store: LockStore) -> None:
@@ -641,7 +644,7 @@ class StoreContract:
             pruned = store.prune(older=0.0)
             locks, claims = locks + pruned.locks, claims + pruned.claims
         assert (locks, claims) == (3, 1)
-        assert store.claim("dead", task_id="next", ttl=60.0, lock_key="dead").ours
+        assert store.claim("dead", task_id="next", ttl=60.0).ours
         assert _look(store, "alive").task_id == "t"
         assert _look(store, "another's").task_id == "other"
         assert _look(store, "started").task_id == "t"
@@ -684,11 +687,11 @@ class StoreContract:
 
     def test_of_32_threads_exactly_one_wins_every_round(self, store: LockStore) -> None:
         """Covers case 26, case 28."""
-        _assert_one_winner(race_threads(store, threads=32, rounds=1000), contenders=32)
+        _assert_one_winner(race_threads(store, threads=32, rounds=self.rounds), contenders=32)
 
     def test_of_8_processes_exactly_one_wins_every_round(self, reopen: Callable[[], LockStore]) -> None:
         """Covers case 26, case 28."""
-        _assert_one_winner(race_processes(reopen, processes=8, rounds=1000), contenders=8)
+        _assert_one_winner(race_processes(reopen, processes=8, rounds=self.rounds), contenders=8)
 
     def test_fences_rise_in_the_order_of_the_grants_under_contention(self, store: LockStore) -> None:
         order: list[int] = []

@@ -40,6 +40,7 @@ ADD COLUMN holder TEXT,
 ADD COLUMN process TEXT,
 ADD COLUMN task_id TEXT,
 ADD COLUMN attempt INTEGER,
+ADD COLUMN call_id TEXT,
 ADD COLUMN claim_key TEXT,
 ADD COLUMN copies BOOLEAN,
 ADD COLUMN waiting_until_ms BIGINT,
@@ -54,6 +55,9 @@ CREATE TABLE syncguard_completions (
   expires_at_ms BIGINT NOT NULL
 );
 CREATE INDEX idx_syncguard_completions_expires ON syncguard_completions (expires_at_ms);
+
+-- By the expired lease of its task a claim is known to be over (syncguard_claim).
+CREATE INDEX idx_syncguard_locks_claim ON syncguard_locks (claim_key) WHERE claim_key IS NOT NULL;
 
 -- Work that is queued or running. The task id owns the claim.
 CREATE TABLE syncguard_claims (
@@ -95,7 +99,8 @@ $$;
 -- Takes the lock `p_key` for `p_ttl_ms`, in one round trip. The answer's `outcome`:
 --   granted  lock_id, fence, acquired_at_ms, expires_at_ms are the new lease's. Repeating a call with the same
 --            p_lock_id while that lease lives gives the same grant again.
---   held     another lease is live: its lock_id, fence, times, holder, task_id, attempt (where known). Writes nothing.
+--   held     another lease is live: its lock_id, fence, times, holder, task_id, attempt, call_id (where known). Writes
+--            nothing.
 --   done     one of p_run_keys is completed: run_key, task_id, acquired_at_ms (the moment of completion).
 --   dead     the last p_max_deaths leases of p_task_id ended by the death of their process: deaths, task_id. Or the last
 --            2 * p_max_deaths on p_key did, whoever held them, and the last of them within an hour: deaths, no task_id.
@@ -112,6 +117,7 @@ CREATE FUNCTION syncguard_acquire(
   p_max_deaths INTEGER DEFAULT NULL,
   p_claim_key TEXT DEFAULT NULL,
   p_claim_ttl_ms BIGINT DEFAULT NULL,
+  p_call_id TEXT DEFAULT NULL,
   OUT outcome TEXT,
   OUT now_ms BIGINT,
   OUT lock_id TEXT,
@@ -121,6 +127,7 @@ CREATE FUNCTION syncguard_acquire(
   OUT holder TEXT,
   OUT task_id TEXT,
   OUT attempt INTEGER,
+  OUT call_id TEXT,
   OUT run_key TEXT,
   OUT deaths INTEGER
 )
@@ -205,10 +212,10 @@ BEGIN
       )
       INSERT INTO syncguard_locks AS l (
         key, lock_id, expires_at_ms, acquired_at_ms, fence, user_key,
-        holder_lock_id, holder, process, task_id, attempt, claim_key, deaths
+        holder_lock_id, holder, process, task_id, attempt, call_id, claim_key, deaths
       )
       SELECT p_key, p_lock_id, t.now_ms + p_ttl_ms, t.now_ms, syncguard_fence_text(counter.fence), p_key,
-        p_lock_id, p_holder, p_process, p_task_id, p_attempt, CASE WHEN p_claim_ttl_ms IS NOT NULL THEN p_claim_key END,
+        p_lock_id, p_holder, p_process, p_task_id, p_attempt, p_call_id, CASE WHEN p_claim_ttl_ms IS NOT NULL THEN p_claim_key END,
         coalesce(v_deaths, v_key_deaths)
       FROM counter, LATERAL (SELECT syncguard_clock_ms() + 0 * counter.fence AS now_ms) t
       ON CONFLICT (key) DO NOTHING
@@ -267,7 +274,7 @@ BEGIN
         SET lock_id = p_lock_id, expires_at_ms = t.now_ms + p_ttl_ms, acquired_at_ms = t.now_ms,
           fence = syncguard_fence_text(counter.fence), user_key = p_key,
           holder_lock_id = p_lock_id, holder = p_holder, process = p_process, task_id = p_task_id,
-          attempt = p_attempt, claim_key = CASE WHEN p_claim_ttl_ms IS NOT NULL THEN p_claim_key END, copies = NULL, waiting_until_ms = NULL,
+          attempt = p_attempt, call_id = p_call_id, claim_key = CASE WHEN p_claim_ttl_ms IS NOT NULL THEN p_claim_key END, copies = NULL, waiting_until_ms = NULL,
           deaths = coalesce(v_deaths, v_key_deaths)
         FROM counter, LATERAL (SELECT syncguard_clock_ms() + 0 * counter.fence AS now_ms) t
         WHERE l.key = p_key
@@ -289,8 +296,8 @@ BEGIN
         END IF;
       END IF;
     END IF;
-  ELSIF v_row.task_id = p_task_id AND v_row.attempt = p_attempt AND v_row.holder_lock_id = v_row.lock_id
-    AND v_row.copies IS NOT TRUE THEN
+  ELSIF v_row.task_id = p_task_id AND v_row.attempt = p_attempt AND v_row.call_id IS NOT DISTINCT FROM p_call_id
+    AND v_row.holder_lock_id = v_row.lock_id AND v_row.copies IS NOT TRUE THEN
     -- A copy of the very attempt that runs. The holder's release then leaves a completion for it.
     UPDATE syncguard_locks l SET copies = TRUE WHERE l.key = p_key AND l.lock_id = v_row.lock_id;
   END IF;
@@ -305,6 +312,7 @@ BEGIN
     holder := v_row.holder;
     task_id := v_row.task_id;
     attempt := v_row.attempt;
+    call_id := v_row.call_id;
   END IF;
 END
 $$;
@@ -410,7 +418,7 @@ BEGIN
   END IF;
   IF p_attempt_done AND v_row.copies THEN
     INSERT INTO syncguard_completions AS c (run_key, task_id, completed_at_ms, expires_at_ms)
-    VALUES (syncguard_attempt_key(p_task_id, v_row.attempt), p_task_id, v_now, v_now + 3600000)
+    VALUES (syncguard_attempt_key(coalesce(v_row.call_id, p_task_id), v_row.attempt), p_task_id, v_now, v_now + 3600000)
     ON CONFLICT (run_key) DO UPDATE SET expires_at_ms = excluded.expires_at_ms;
   END IF;
   IF v_row.waiting_until_ms > v_now THEN
@@ -420,10 +428,10 @@ BEGIN
 END
 $$;
 
--- How one attempt of a task is remembered among the completions.
-CREATE FUNCTION syncguard_attempt_key(p_task_id TEXT, p_attempt INTEGER) RETURNS TEXT
+-- How one attempt is remembered among the completions, by its call and not by its task id, which may be used again.
+CREATE FUNCTION syncguard_attempt_key(p_call_id TEXT, p_attempt INTEGER) RETURNS TEXT
 LANGUAGE sql IMMUTABLE
-RETURN 'attempt:' || p_task_id || ':' || p_attempt;
+RETURN 'attempt:' || p_call_id || ':' || p_attempt;
 
 -- Counts a lease that ended because its process died.
 CREATE FUNCTION syncguard_count_death(p_key TEXT, p_task_id TEXT, p_lock_id TEXT) RETURNS VOID
@@ -573,14 +581,13 @@ END
 $$;
 
 -- Claims p_claim_key for the task p_task_id. `outcome` is 'claimed' (also when the task owns it already) or
--- 'duplicate', with the owner's task id, holder and times; a duplicate writes nothing. p_lock_key is the lock under which
--- such work runs: if the owner's lease on it has expired, its worker is dead and its claim counts as over.
+-- 'duplicate', with the owner's task id, holder and times; a duplicate writes nothing. If a lease that the owner had for this
+-- claim has expired, under whichever key, its worker is dead and its claim counts as over.
 CREATE FUNCTION syncguard_claim(
   p_claim_key TEXT,
   p_task_id TEXT,
   p_ttl_ms BIGINT,
   p_holder TEXT DEFAULT NULL,
-  p_lock_key TEXT DEFAULT NULL,
   OUT outcome TEXT,
   OUT now_ms BIGINT,
   OUT task_id TEXT,
@@ -600,14 +607,12 @@ BEGIN
     SELECT * INTO v_row FROM syncguard_claims c WHERE c.claim_key = p_claim_key;
     now_ms := syncguard_clock_ms();
     IF FOUND AND v_row.expires_at_ms > now_ms AND v_row.task_id <> p_task_id THEN
-      IF p_lock_key IS NOT NULL THEN
-        PERFORM 1 FROM syncguard_locks l
-        WHERE l.key = p_lock_key AND l.holder_lock_id = l.lock_id AND l.expires_at_ms <= now_ms
-          AND l.task_id = v_row.task_id AND l.claim_key = p_claim_key;
-        IF FOUND THEN
-          DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = v_row.task_id;
-          CONTINUE;
-        END IF;
+      PERFORM 1 FROM syncguard_locks l
+      WHERE l.claim_key = p_claim_key AND l.task_id = v_row.task_id AND l.holder_lock_id = l.lock_id
+        AND l.expires_at_ms <= now_ms;
+      IF FOUND THEN
+        DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = v_row.task_id;
+        CONTINUE;
       END IF;
       outcome := 'duplicate';
     ELSE

@@ -51,7 +51,8 @@ CREATE TABLE syncguard_beat_terms (
 );
 
 -- A leader says which entries it has, at its election and whenever they change. No rows: it is not the leader.
--- Otherwise the first row has no entry and tells the time; the others are the entries.
+-- Otherwise the first row has no entry and tells the time; the others are the entries. p_now is the time by which the
+-- leader goes, where it knows better than the server's clock.
 -- An entry that comes back within an hour goes on where it stopped (a rolling deploy lets two schedules alternate).
 CREATE FUNCTION syncguard_beat_enter(
   p_leader_key TEXT,
@@ -61,7 +62,8 @@ CREATE FUNCTION syncguard_beat_enter(
   p_holder TEXT,
   p_ttl_ms BIGINT,
   p_entries TEXT[],
-  p_schedules TEXT[]
+  p_schedules TEXT[],
+  p_now TIMESTAMPTZ DEFAULT NULL
 ) RETURNS TABLE (
   entry TEXT, schedule TEXT, last_due_at TIMESTAMPTZ, since_at TIMESTAMPTZ, runs BIGINT, now_at TIMESTAMPTZ
 )
@@ -76,9 +78,9 @@ BEGIN
   IF NOT syncguard_fenced(p_lock_key, p_lock_id, p_term) THEN
     RETURN;
   END IF;
-  v_now := clock_timestamp();
+  v_now := coalesce(p_now, clock_timestamp());
   INSERT INTO syncguard_beat_terms (leader_key, term, holder, ttl_ms, elected_at, seen_at)
-  VALUES (p_leader_key, p_term, p_holder, p_ttl_ms, v_now, v_now)
+  VALUES (p_leader_key, p_term, p_holder, p_ttl_ms, clock_timestamp(), clock_timestamp())
   ON CONFLICT (leader_key, term) DO NOTHING;
   UPDATE syncguard_beat_terms t SET ended_at = t.seen_at
   WHERE t.leader_key = p_leader_key AND t.term < p_term AND t.ended_at IS NULL;
@@ -101,6 +103,35 @@ BEGIN
   SELECT e.entry, e.schedule, e.last_due_at, e.since_at, e.runs, v_now
   FROM syncguard_beat_entries e
   WHERE e.leader_key = p_leader_key AND e.entry = ANY (p_entries);
+END
+$$;
+
+-- The clock was ahead and is not any more: entries go back to where they were at p_now, the time by which the leader goes.
+-- What was sent too early stays sent.
+CREATE FUNCTION syncguard_beat_turn_back(
+  p_leader_key TEXT, p_lock_key TEXT, p_lock_id TEXT, p_term BIGINT, p_now TIMESTAMPTZ
+) RETURNS BOOLEAN
+LANGUAGE plpgsql VOLATILE
+SET lock_timeout = '2s'
+SET search_path FROM CURRENT
+AS $$
+BEGIN
+  IF NOT syncguard_fenced(p_lock_key, p_lock_id, p_term) THEN
+    RETURN FALSE;
+  END IF;
+  UPDATE syncguard_beat_entries e
+  SET since_at = least(e.since_at, p_now),
+    next_due_at = NULL,
+    last_due_at = CASE
+      WHEN e.last_due_at <= p_now THEN e.last_due_at
+      ELSE coalesce(
+        (SELECT max(s.due_at) FROM syncguard_beat_slots s
+        WHERE s.leader_key = e.leader_key AND s.entry = e.entry AND s.due_at <= p_now),
+        date_trunc('second', p_now)
+      )
+    END
+  WHERE e.leader_key = p_leader_key AND (e.last_due_at > p_now OR e.since_at > p_now);
+  RETURN TRUE;
 END
 $$;
 
@@ -201,8 +232,13 @@ BEGIN
 END
 $$;
 
--- Slots that were claimed and never sent, oldest first: the next leader's first work.
-CREATE FUNCTION syncguard_beat_unsent(p_leader_key TEXT, p_limit INTEGER DEFAULT 1000)
+-- Slots that were claimed and never sent, oldest first: the next leader's first work. A page of them, after the given one.
+CREATE FUNCTION syncguard_beat_unsent(
+  p_leader_key TEXT,
+  p_after_due_at TIMESTAMPTZ DEFAULT '-infinity',
+  p_after_entry TEXT DEFAULT '',
+  p_limit INTEGER DEFAULT 1000
+)
 RETURNS TABLE (entry TEXT, due_at TIMESTAMPTZ, task_id TEXT)
 LANGUAGE sql VOLATILE
 SET search_path FROM CURRENT
@@ -210,6 +246,7 @@ AS $$
   SELECT s.entry, s.due_at, s.task_id
   FROM syncguard_beat_slots s
   WHERE s.leader_key = p_leader_key AND s.sent_at IS NULL AND s.dropped_at IS NULL
+    AND (s.due_at, s.entry) > (p_after_due_at, p_after_entry)
   ORDER BY s.due_at, s.entry
   LIMIT p_limit
 $$;

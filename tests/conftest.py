@@ -17,13 +17,14 @@ import os
 import signal
 import ssl
 import uuid
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
-from tests.fixtures import servers
+from tests.fixtures import servers, zygote
 from tests.fixtures.cluster import Broker, CeleryTestSetup
 from tests.fixtures.dealing import dealt
 from tests.fixtures.history import History
@@ -54,6 +55,36 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Fixtures stop what they started when the run is told to end, as they do after Ctrl-C.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    if url := getattr(config, "workerinput", {}).get("amqp_url"):
+        os.environ[servers.ENV_VARIABLES["rabbitmq"]] = url
+    elif getattr(config.option, "dist", "no") != "no" and not config.option.collectonly:
+        _start_shared(config)
+
+
+def _start_shared(config: pytest.Config) -> None:
+    """In the process that leads others (pytest -n): start what is too dear to be started by each of them, for all.
+
+    Each gets a virtual host, so that broadcasts of one reach no worker of another.
+    """
+    if os.environ.get(servers.ENV_VARIABLES["rabbitmq"]) or servers.missing("rabbitmq"):
+        return
+    server = servers.RabbitServer(vhosts=[f"process{number}" for number in range(_VHOSTS)])
+    config.add_cleanup(server.close)
+    server.start()
+    config.stash[_SHARED_RABBIT] = server
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    server = node.config.stash.get(_SHARED_RABBIT, None)
+    if server is not None:
+        number = int(node.gateway.id.removeprefix("gw")) % _VHOSTS
+        node.workerinput["amqp_url"] = server.url(f"process{number}")
+
+
+# As many as there may be processes, with those that replace crashed ones.
+_VHOSTS = 16
+_SHARED_RABBIT = pytest.StashKey[servers.RabbitServer]()
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m, so that only tests that were asked for are missed
@@ -99,6 +130,10 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 _DROPPED = pytest.StashKey[tuple[int, list[str]]]()
+
+
+def pytest_unconfigure() -> None:
+    zygote.close()
 
 
 def _servers_of(item: pytest.Item) -> set[str]:
@@ -281,15 +316,31 @@ def redis_db(redis_url: str) -> Iterator[str]:
 _redis_databases = itertools.count()
 
 
-@pytest.fixture(params=["redis", "rabbitmq"])
+@pytest.fixture
 def broker(request: pytest.FixtureRequest, redis_db: str) -> Broker:
-    """Each test runs on both brokers, with a queue (and a Redis database) of its own. Results go to Redis.
+    """A broker, with a queue (and a Redis database) of this test's own. Results go to Redis.
 
-    A test for one of them says `@pytest.mark.parametrize("broker", ["redis"], indirect=True)`.
+    RabbitMQ for one half of the tests and Redis for the other, since to most promises it does not matter which. A test
+    to which it does says `@pytest.mark.both_brokers`, and runs twice. A test for one of them says
+    `@pytest.mark.parametrize("broker", ["redis"], indirect=True)`.
     """
     queue = f"test-{uuid.uuid4().hex[:12]}"
     url = redis_db if request.param == "redis" else request.getfixturevalue("amqp_url")
     return Broker(kind=request.param, url=url, queue=queue, result_backend=redis_db)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "broker" not in metafunc.fixturenames:
+        return
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        if "broker" in [name.strip() for name in names]:
+            return
+    brokers = ["redis", "rabbitmq"]
+    if POOLED or not metafunc.definition.get_closest_marker("both_brokers"):
+        # By the name, so that a test keeps its broker, and a failure its meaning.
+        brokers = [brokers[zlib.crc32(metafunc.function.__name__.encode()) % 2]]
+    metafunc.parametrize("broker", brokers, indirect=True)
 
 
 @pytest.fixture

@@ -43,8 +43,11 @@ create index notes_deleted_at_idx on notes (deleted_at) where deleted_at is not 
 
 def create_tables() -> None:
     with psycopg.connect(DSN) as connection:
-        connection.execute(revisions.POSTGRES_MIGRATION_SQL)
-        connection.execute(NOTES)
+        if connection.execute("select to_regclass('notes') is null").fetchone() == (
+            True,
+        ):  # else they are there already
+            connection.execute(revisions.POSTGRES_MIGRATION_SQL)
+            connection.execute(NOTES)
 
 
 def create_owner(owner_id: str) -> None:

@@ -7,24 +7,26 @@ import pytest
 
 from tests.acceptance.beat_chaos import ENTRIES, TTL, Chaos, takeovers
 from tests.acceptance.tasks_of_beat import SCHEDULE_VARIABLE
+from tests.fixtures import soak
 
 MODULE = "tests.acceptance.tasks_of_beat"
 ENVIRONMENT = {SCHEDULE_VARIABLE: json.dumps(ENTRIES)}
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.timeout(360)
 def test_no_slot_is_missed_or_sent_as_two_tasks_whatever_happens(
     celery_setup, broker, private_pg, private_dsn, private_app_dsn
 ):
-    """case 62, case 52: two minutes of kills, freezes, stops, database restarts and terminated backends, under "all"."""
+    """case 62, case 52: kills, freezes, stops, database restarts and terminated backends, under "all"."""
     setup = celery_setup(
         MODULE,
         dsn=private_app_dsn,
         conf={"syncguard_leader_ttl": TTL, "syncguard_catch_up": "all"},
         environment=ENVIRONMENT,
     )
-    report = Chaos(setup, pg=private_pg, dsn=private_dsn).run(120, seed=broker.kind == "redis")
+    report = Chaos(setup, pg=private_pg, dsn=private_dsn).run(soak.rounds(60, soak=120), seed=broker.kind == "redis")
     print(report)
     assert report.wrong() == []
     assert report.terms > 1
@@ -36,7 +38,6 @@ def test_no_slot_is_missed_or_sent_as_two_tasks_whatever_happens(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 def test_beats_without_a_leader_send_everything_several_times(celery_setup, broker, pg_dsn):
     """The negative control: the same chaos finds the doubles of plain beats."""
     setup = celery_setup(MODULE, environment=ENVIRONMENT)
@@ -45,14 +46,14 @@ def test_beats_without_a_leader_send_everything_several_times(celery_setup, brok
     assert report.doubles > report.messages / 3
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.timeout(360)
-@pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 @pytest.mark.parametrize("deed,bound", [("kill", TTL + 1), ("freeze", TTL + 1), ("stop", 1.0)])
 def test_takeovers_take_what_was_promised(celery_setup, broker, pg_dsn, deed, bound):
-    """case 50, case 55: twenty of each kind."""
+    """case 50, case 55: five of each kind, in a soak twenty."""
     setup = celery_setup(MODULE, conf={"syncguard_leader_ttl": TTL})
-    times = takeovers(setup, dsn=pg_dsn, count=20, deed=deed)
+    times = takeovers(setup, dsn=pg_dsn, count=soak.rounds(5, soak=20), deed=deed)
     print(deed, *(f"{seconds:.2f}" for seconds in times))
     assert median(times) < bound
     assert times[-1] < bound + 4  # what a busy machine may add

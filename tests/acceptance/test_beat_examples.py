@@ -13,8 +13,6 @@ import pytest
 from tests.fixtures.cluster import ROOT
 from tests.fixtures.polling import poll
 
-on_both = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
-
 
 @pytest.fixture
 def run(app_dsn, tmp_path):
@@ -48,7 +46,6 @@ def run(app_dsn, tmp_path):
         yield start
 
 
-@on_both
 def test_two_beats_tick_on_when_the_leader_is_killed(run, broker, app_dsn):
     url = {"BROKER_URL": broker.url}
     celery = ("-m", "celery", "-A", "app")

@@ -36,8 +36,6 @@ TTL = 3.0
 #: What a busy machine may add.
 SLACK = 4.0
 
-on_both = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
-
 
 @pytest.fixture
 def beats(celery_setup, broker, pg_dsn):
@@ -158,7 +156,6 @@ def test_two_beats_send_each_slot_once_and_the_task_can_see_which(beats, broker,
     assert list(setup.folder.glob("*schedule*")) == [], "a local file"
 
 
-@on_both
 def test_the_dotted_name_of_the_scheduler_is_the_same_scheduler(beats, broker):
     setup = beats()
     start(setup).wait_for_log("elected: this process")
@@ -166,7 +163,6 @@ def test_the_dotted_name_of_the_scheduler_is_the_same_scheduler(beats, broker):
     other.wait_for_log("standby for 'beat'")
 
 
-@on_both
 def test_two_beats_without_us_send_everything_twice(beats, broker):
     """The negative control."""
     setup = beats()
@@ -211,7 +207,6 @@ def test_a_clean_stop_hands_over_within_a_second(beats, broker, pg_dsn):
     assert "Traceback" not in setup.logs()
 
 
-@on_both
 def test_behind_a_pooler_that_swallows_notifications_a_stop_hands_over_within_a_second(
     beats, broker, pg_dsn, pgbouncer_dsn
 ):
@@ -266,7 +261,6 @@ def test_a_frozen_leader_is_replaced_when_its_lease_ends(beats, broker, pg_dsn):
     assert "Traceback" not in setup.logs()
 
 
-@on_both
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_a_slot_due_while_the_leader_dies_is_sent_once(beats, broker, pg_dsn, side):
     """case 52: killed 0.1 s before a slot, and as soon as one is sent."""
@@ -327,7 +321,6 @@ def test_a_frozen_leader_sends_nothing_when_it_wakes_up(beats, broker, pg_dsn):
     assert "Traceback" not in setup.logs()
 
 
-@on_both
 def test_without_the_last_look_a_frozen_leader_sends_a_second_time(beats, broker, pg_dsn):
     """The negative control."""
     setup = beats(conf={"syncguard_catch_up": "all"}, environment={"SYNCGUARD_TEST_WITHOUT_CHECK": "1"})
@@ -336,7 +329,6 @@ def test_without_the_last_look_a_frozen_leader_sends_a_second_time(beats, broker
         poll(inbox.copies, timeout=10)
 
 
-@on_both
 def test_a_suspended_machine_owns_again_before_it_sends(beats, broker, pg_dsn):
     """case 45: until its lease has been over for twice the ttl, alone."""
     setup = beats()
@@ -355,7 +347,6 @@ def test_a_suspended_machine_owns_again_before_it_sends(beats, broker, pg_dsn):
     assert only.alive
 
 
-@on_both
 def test_a_deleted_lease_row_ends_the_term_and_not_the_process(beats, broker, pg_dsn):
     """case 54"""
     setup = beats()
@@ -370,7 +361,6 @@ def test_a_deleted_lease_row_ends_the_term_and_not_the_process(beats, broker, pg
     assert "Traceback" not in setup.logs()
 
 
-@on_both
 def test_a_leader_that_hardly_gets_to_run_sends_nothing_twice(beats, broker, pg_dsn):
     """case 54: a tenth of the time, as under a CPU limit; with a ttl of 3 s it may keep or lose the leadership."""
     setup = beats({"fast": 0.2})
@@ -406,7 +396,6 @@ def test_a_leader_that_dies_before_it_sends_leaves_the_slot_to_the_next_one(beat
     assert first_slot[3], "and marked by the one that sent it"
 
 
-@on_both
 def test_a_leader_that_dies_before_it_marks_leaves_a_copy_that_run_once_answers(beats, broker, pg_dsn, history):
     """case 52: published, and killed before the mark. The copy is the same task, so it runs once."""
     setup = beats({"slow": {"every": 4.0, "task": "once", "syncguard_catch_up": "all"}})
@@ -441,7 +430,6 @@ def test_a_leader_that_dies_before_it_marks_leaves_a_copy_that_run_once_answers(
 # The database
 
 
-@on_both
 def test_without_a_database_nothing_is_sent_until_it_is_there(beats, broker, pg_dsn, pg_proxy):
     """case 47"""
     setup = beats(dsn=pg_proxy.dsn(pg_dsn))
@@ -461,7 +449,6 @@ def test_without_a_database_nothing_is_sent_until_it_is_there(beats, broker, pg_
     assert "Traceback" not in setup.logs()
 
 
-@on_both
 def test_a_leader_that_loses_the_database_steps_down_at_its_deadline_and_comes_back(beats, broker, pg_dsn, pg_proxy):
     """case 48, case 62"""
     setup = beats(dsn=pg_proxy.dsn(pg_dsn), conf={"syncguard_catch_up": "all", "syncguard_timeout": 1.0})
@@ -488,7 +475,6 @@ def test_a_leader_that_loses_the_database_steps_down_at_its_deadline_and_comes_b
     assert "Traceback" not in setup.logs()
 
 
-@on_both
 def test_a_leader_that_was_cut_off_finds_another_term_and_stands_by(beats, broker, pg_dsn, pg_proxy):
     """case 48: its renewal and its claim arrive late, when the other one leads, and do nothing."""
     setup = beats(conf={"syncguard_catch_up": "all"})
@@ -512,7 +498,6 @@ def test_a_leader_that_was_cut_off_finds_another_term_and_stands_by(beats, broke
     assert "Traceback" not in setup.logs()
 
 
-@on_both
 def test_terminated_backends_cost_no_slot(beats, broker, pg_dsn, pg_server):
     """case 62: again and again, each time as soon as something was sent; `scripts/beat-chaos` does it for minutes."""
     setup = beats(conf={"syncguard_catch_up": "all"})
@@ -531,7 +516,6 @@ def test_terminated_backends_cost_no_slot(beats, broker, pg_dsn, pg_server):
     assert "Traceback" not in setup.logs()
 
 
-@on_both
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_backends_terminated_every_five_seconds_for_minutes_cost_no_slot(beats, broker, pg_dsn, pg_server):
@@ -560,7 +544,6 @@ def test_backends_terminated_every_five_seconds_for_minutes_cost_no_slot(beats, 
     assert "Traceback" not in setup.logs()
 
 
-@on_both
 def test_a_database_without_our_tables_is_said_with_the_command_that_helps(beats, broker, empty_dsn):
     setup = beats(dsn=empty_dsn)
     node = start(setup)
@@ -571,6 +554,7 @@ def test_a_database_without_our_tables_is_said_with_the_command_that_helps(beats
 # The broker
 
 
+@pytest.mark.both_brokers
 @pytest.mark.slow
 @pytest.mark.parametrize("private_broker", ["redis", "rabbitmq"], indirect=True)
 @pytest.mark.timeout(300)
@@ -616,7 +600,7 @@ def broker_proxy(broker):
         yield proxy
 
 
-@on_both
+@pytest.mark.both_brokers
 def test_a_broker_slower_than_the_lease_costs_neither_leadership_nor_slots(broker_proxy, beats, broker, pg_dsn):
     """case 44: renewal does not depend on ticks. One send takes longer than the whole lease."""
     ttl = 5.0
@@ -643,7 +627,7 @@ def test_a_broker_slower_than_the_lease_costs_neither_leadership_nor_slots(broke
     assert "no longer leads" not in first.logs()
 
 
-@on_both
+@pytest.mark.both_brokers
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_broker_that_is_always_slower_than_the_lease_ends_no_process(broker_proxy, beats, broker, pg_dsn):
@@ -690,7 +674,6 @@ def test_a_message_that_the_broker_refuses_keeps_nobody_else_waiting(beats, brok
 # Configuration and clocks
 
 
-@on_both
 def test_a_newer_schedule_changes_nothing_until_its_beat_leads(beats, broker, pg_dsn):
     """case 51: a rolling deploy. And no entry is lost."""
     setup = beats({"kept": 1.0, "old": 1.0})
@@ -711,7 +694,6 @@ def test_a_newer_schedule_changes_nothing_until_its_beat_leads(beats, broker, pg
     second.stop()
 
 
-@on_both
 def test_hosts_whose_clocks_are_hours_apart_send_at_the_databases_time(beats, broker, pg_dsn):
     """case 52: with leaders that disagree on the time no slot comes early, late, or twice."""
     setup = beats(conf={"syncguard_catch_up": "all"})
@@ -735,7 +717,6 @@ def test_hosts_whose_clocks_are_hours_apart_send_at_the_databases_time(beats, br
     assert late < 30
 
 
-@on_both
 def test_slots_missed_while_nobody_led_follow_the_rule_of_their_entry(beats, broker, pg_dsn):
     """case 52"""
     hourly = {rule: {"every": 3600.0, "syncguard_catch_up": rule} for rule in ("one", "skip", "all")}
@@ -757,7 +738,6 @@ def test_slots_missed_while_nobody_led_follow_the_rule_of_their_entry(beats, bro
     assert inbox.copies() == []
 
 
-@on_both
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_crontab_is_sent_once_each_minute_whoever_leads(beats, broker, pg_dsn):
@@ -776,7 +756,6 @@ def test_a_crontab_is_sent_once_each_minute_whoever_leads(beats, broker, pg_dsn)
     assert {(one.due_at.second, one.due_at.microsecond) for one in inbox.messages} == {(0, 0)}
 
 
-@on_both
 def test_a_duplicate_or_held_periodic_task_is_an_info_and_not_an_error(beats, broker, pg_dsn):
     setup = beats({"alone": {"every": 1.0, "task": "alone"}, "locked": {"every": 1.0, "task": "locked"}})
     with SyncGuard(pg_dsn) as guard, guard.hold("locked", ttl=60):
@@ -789,7 +768,6 @@ def test_a_duplicate_or_held_periodic_task_is_an_info_and_not_an_error(beats, br
 # Files, and beat inside a worker
 
 
-@on_both
 def test_no_local_file_is_needed_for_a_start(beats, broker, pg_dsn, tmp_path):
     """case 66: corrupt schedule files, a folder that does not exist, and a file system that takes no files.
 
@@ -810,7 +788,6 @@ def test_no_local_file_is_needed_for_a_start(beats, broker, pg_dsn, tmp_path):
         assert inbox.copies() == []
 
 
-@on_both
 def test_a_killed_beat_starts_again_with_its_stale_pidfile(beats, broker, pg_dsn, tmp_path):
     """case 66: the file names a process that is gone. (Without --pidfile there is none, which containers should use.)"""
     pidfile = tmp_path / "beat.pid"
@@ -824,7 +801,6 @@ def test_a_killed_beat_starts_again_with_its_stale_pidfile(beats, broker, pg_dsn
         inbox.wait_for(1)
 
 
-@on_both
 def test_a_pidfile_that_names_another_process_keeps_beat_from_starting_and_an_empty_one_does_not(
     beats, broker, pg_dsn, tmp_path
 ):
@@ -839,7 +815,6 @@ def test_a_pidfile_that_names_another_process_keeps_beat_from_starting_and_an_em
     start(setup, "--pidfile=").wait_for_log("elected: this process")
 
 
-@on_both
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_beat_that_is_killed_while_it_writes_its_schedule_file_starts_again(beats, broker, pg_dsn, tmp_path):
@@ -866,7 +841,6 @@ def test_a_beat_that_is_killed_while_it_writes_its_schedule_file_starts_again(be
     assert two_ids(inbox) == []
 
 
-@on_both
 def test_two_beats_with_the_same_host_name_and_pid_are_not_taken_for_one(beats, broker, pg_dsn):
     """case 66: pid 1 in two containers, of which one is killed and comes back as pid 1 while its old lease lives."""
     setup = beats(conf={"syncguard_catch_up": "all"}, environment={"SYNCGUARD_TEST_SAME_IDENTITY": "1"})
@@ -886,7 +860,7 @@ def test_two_beats_with_the_same_host_name_and_pid_are_not_taken_for_one(beats, 
     assert len({one.term for one in inbox.messages}) == 2
 
 
-@on_both
+@pytest.mark.both_brokers
 def test_beat_inside_a_worker_leads_and_hands_over_when_the_worker_stops(beats, broker, pg_dsn, history):
     setup = beats(conf={"syncguard_leader_ttl": 60})
     worker = setup.start_worker("-B", "--scheduler", "syncguard")
@@ -918,7 +892,6 @@ def test_beat_inside_a_worker_that_is_killed_ends_and_hands_over(beats, broker, 
 # Seeing it
 
 
-@on_both
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_commands_show_the_leader_its_slots_and_end_its_term(beats, broker, pg_dsn):
@@ -954,7 +927,6 @@ def test_the_commands_show_the_leader_its_slots_and_end_its_term(beats, broker, 
     poll(lambda: "nobody leads" in healthy(setup), timeout=60)
 
 
-@on_both
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_standby_is_healthy_all_through_the_takeover_from_a_killed_leader(beats, broker, pg_dsn):
@@ -973,7 +945,6 @@ def test_a_standby_is_healthy_all_through_the_takeover_from_a_killed_leader(beat
     assert pid_of_leader(pg_dsn) == second.pid
 
 
-@on_both
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_nobody_leading_is_healthy_for_a_moment_and_not_for_long(beats, broker, pg_dsn):
@@ -996,7 +967,6 @@ def test_nobody_leading_is_healthy_for_a_moment_and_not_for_long(beats, broker, 
     assert pid_of_leader(pg_dsn) == second.pid
 
 
-@on_both
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_leader_that_claims_to_lead_but_could_not_renew_is_not_healthy(beats, broker, pg_dsn):

@@ -20,8 +20,6 @@ INTERVAL, SLACK = 1.0, 4.0
 MODULE = "tests.acceptance.tasks_of_beat"
 DJANGO = "tests.acceptance.tasks_of_django_beat"
 
-on_both = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
-
 
 def seconds_between(messages):
     instants = sorted({one.due_at for one in messages})
@@ -46,7 +44,6 @@ def take_turns(setup, inbox, count=2):
     return first, second
 
 
-@on_both
 def test_celerys_persistent_scheduler_keeps_its_slots_over_leaders(celery_setup, broker, pg_dsn):
     """case 56"""
     setup = celery_setup(
@@ -66,7 +63,6 @@ def test_celerys_persistent_scheduler_keeps_its_slots_over_leaders(celery_setup,
     assert "Traceback" not in setup.logs()
 
 
-@on_both
 def test_a_scheduler_of_ones_own_decides_and_sends_as_it_likes(celery_setup, broker, pg_dsn):
     """case 56: it adds an entry, refuses another, and has its own `apply_entry`."""
     setup = celery_setup(
@@ -169,7 +165,6 @@ for line in sys.stdin:
         assert self._process.stdout.readline() == "done\n"
 
 
-@on_both
 @pytest.mark.slow
 def test_edits_are_seen_within_the_interval_however_they_are_made(django_setup, broker, pg_dsn):
     """case 58, case 59: an entry is added, an interval is shortened, an entry is switched off, by psql, by `save`, by
@@ -216,7 +211,6 @@ def test_edits_are_seen_within_the_interval_however_they_are_made(django_setup, 
     assert "Traceback" not in django_setup.logs()
 
 
-@on_both
 def test_each_row_is_caught_up_by_the_rule_in_its_headers(django_setup, broker, pg_dsn):
     """case 52: and the rule does not reach the message."""
     rules = ("one", "skip", "all")
@@ -243,7 +237,6 @@ def test_each_row_is_caught_up_by_the_rule_in_its_headers(django_setup, broker, 
         assert "syncguard_catch_up" not in message.headers
 
 
-@on_both
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_crontab_row_is_sent_once_each_minute_whoever_leads(django_setup, broker, pg_dsn):
@@ -298,7 +291,6 @@ def test_database_trouble_costs_django_celery_beat_no_slot(celery_setup, broker,
     assert "Traceback" not in setup.logs()
 
 
-@on_both
 def test_a_one_off_row_is_sent_once_although_its_leader_died_before_it_said_so(django_setup, broker, pg_dsn):
     """case 62: and switched on again by somebody, it is sent once more."""
     with psycopg.connect(pg_dsn, autocommit=True) as conn, Inbox(django_setup) as inbox:
@@ -343,7 +335,6 @@ def test_a_one_off_row_is_sent_once_although_its_leader_died_before_it_said_so(d
     assert "Traceback" not in django_setup.logs()
 
 
-@on_both
 def test_edits_in_the_very_tick_that_sends_never_send_a_slot_twice(django_setup, broker, pg_dsn):
     """case 60: a refresh brings back the old last_run_at from the table; what was sent is not read from there.
 
@@ -363,7 +354,6 @@ def test_edits_in_the_very_tick_that_sends_never_send_a_slot_twice(django_setup,
         assert seconds_between(inbox.messages) == {1.0}
 
 
-@on_both
 def test_django_celery_beat_keeps_its_slots_over_leaders_and_a_one_off_runs_once(django_setup, broker, pg_dsn):
     """case 56, case 62"""
     with psycopg.connect(pg_dsn, autocommit=True) as conn, Inbox(django_setup) as inbox:
@@ -378,7 +368,6 @@ def test_django_celery_beat_keeps_its_slots_over_leaders_and_a_one_off_runs_once
     assert seconds_between(inbox.of("busy")) == {1.0}
 
 
-@on_both
 def test_a_schedule_row_that_is_deleted_under_an_entry_is_loud_and_stops_nothing_else(django_setup, broker, pg_dsn):
     """case 68: the foreign key is taken away first, as it is in a database without them."""
     with psycopg.connect(pg_dsn, autocommit=True) as conn, Inbox(django_setup) as inbox:

@@ -86,6 +86,7 @@ def linked(held):
     return {row.note for row in held.history.events("linked")}
 
 
+@pytest.mark.both_brokers
 @pytest.mark.smoke
 def test_a_workflow_whose_member_waits_for_a_lock_runs_to_its_end(held, pg_dsn):
     results = start(held, "retry")

@@ -13,6 +13,7 @@ from tests.fixtures.polling import poll
 MODULE = "tests.acceptance.apps.held_bodies"
 
 
+@pytest.mark.both_brokers
 def test_a_message_counts_how_often_it_came_back_one_by_one(celery_setup, broker, pg_dsn, history):
     setup = celery_setup(MODULE)
     setup.start_worker(concurrency=2)
@@ -31,6 +32,7 @@ def test_a_message_counts_how_often_it_came_back_one_by_one(celery_setup, broker
     assert setup.module.counted.delay("a").get(timeout=30) == 0
 
 
+@pytest.mark.both_brokers
 def test_a_task_with_one_retry_has_it_whoever_was_blocked_or_failed_before_it(celery_setup, broker, pg_dsn, history):
     """case 37, in the only child of a worker: neither waiting nor retrying leaves anything on the task object."""
     setup = celery_setup(MODULE)
@@ -64,6 +66,7 @@ def test_a_task_with_one_retry_has_it_whoever_was_blocked_or_failed_before_it(ce
 WAITERS = 300
 
 
+@pytest.mark.both_brokers
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_many_messages_that_wait_for_one_key_all_run_and_ask_the_database_ever_more_rarely(

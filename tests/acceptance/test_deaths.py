@@ -93,7 +93,6 @@ def test_the_leases_of_dead_children_and_no_others_are_freed_at_once(
     print(f"from death to freedom: median {statistics.median(times.values()):.2f} s; {report}")
 
 
-@pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 def test_without_the_undertaker_the_lease_of_a_dead_child_stays(celery_setup, broker, pg_dsn, history):
     """The negative control of the test before."""
     setup = celery_setup(MODULE, environment={"WITHOUT_UNDERTAKER": "1"})
@@ -108,6 +107,7 @@ def test_without_the_undertaker_the_lease_of_a_dead_child_stays(celery_setup, br
             poll(lambda: guard.inspect("a") is None, timeout=3)
 
 
+@pytest.mark.both_brokers
 def test_a_body_that_kills_its_process_again_and_again_ends_as_a_failure_that_says_so(
     celery_setup, broker, pg_dsn, history
 ):

@@ -18,8 +18,6 @@ from tests.fixtures.polling import poll
 
 MODULE = "tests.acceptance.apps.dedup_tasks"
 
-BOTH = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
-
 
 @pytest.fixture
 def setup(celery_setup, broker, pg_dsn, history):
@@ -80,7 +78,6 @@ def test_one_runs_and_one_waits_of_ten_that_are_published_during_a_hold(setup, h
     poll(lambda: claims() == {})
 
 
-@BOTH
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_throttle_lets_one_through_per_window_also_after_it_has_ended(setup, history, claims, fails):
     """case 81: after a success and after a failure."""
@@ -96,7 +93,6 @@ def test_a_throttle_lets_one_through_per_window_also_after_it_has_ended(setup, h
     assert (second_run.at - first_run.at).total_seconds() > 3
 
 
-@BOTH
 def test_a_body_that_changes_its_arguments_ends_its_claim(setup, history, claims):
     """case 73."""
     setup.start_worker()
@@ -121,7 +117,6 @@ def test_a_revoked_task_frees_its_claim(setup, history, claims):
     assert history.count("start") == 1
 
 
-@BOTH
 def test_a_task_that_is_terminated_while_it_runs_frees_its_claim(setup, history, claims):
     work = setup.module.work
     setup.start_worker()
@@ -131,6 +126,7 @@ def test_a_task_that_is_terminated_while_it_runs_frees_its_claim(setup, history,
     poll(lambda: claims() == {}, timeout=20)
 
 
+@pytest.mark.both_brokers
 def test_an_expired_message_frees_its_claim_though_no_worker_has_seen_it(setup, history, claims):
     """cases 5, 40: all workers are down, so nobody can tell; the claim ends when the message does."""
     work = setup.module.work
@@ -145,7 +141,7 @@ def test_an_expired_message_frees_its_claim_though_no_worker_has_seen_it(setup, 
     poll(lambda: claims() == {})
 
 
-@BOTH
+@pytest.mark.both_brokers
 def test_a_worker_that_throws_an_expired_message_away_ends_its_claim(setup, history, claims, pg_dsn):
     work = setup.module.work
     setup.start_worker(concurrency=1)
@@ -162,7 +158,6 @@ def test_a_worker_that_throws_an_expired_message_away_ends_its_claim(setup, hist
     assert history.count("start", key="a") == 0
 
 
-@BOTH
 def test_a_skipped_task_frees_its_claim(setup, history, claims):
     setup.start_worker()
     holder = setup.module.locked.apply_async(("a", "go"), lock_ttl=60)
@@ -193,7 +188,6 @@ def test_a_retry_keeps_the_claim_until_the_last_attempt(setup, history, claims):
     assert binding.guard_for(setup.app).locks() == []
 
 
-@BOTH
 def test_autoretry_keeps_the_claim_and_ends_it_with_the_last_failure(setup, history, claims):
     """case 35: `autoretry_for` with backoff and jitter; no row is left."""
     task = setup.module.autoretrying
@@ -208,7 +202,6 @@ def test_autoretry_keeps_the_claim_and_ends_it_with_the_last_failure(setup, hist
     assert binding.guard_for(setup.app).locks() == []
 
 
-@BOTH
 def test_a_retry_with_other_arguments_takes_their_claim_and_gives_its_own_back(setup, history, claims):
     setup.start_worker()
     result = setup.module.retrying_with_another_key.delay("first")
@@ -216,7 +209,6 @@ def test_a_retry_with_other_arguments_takes_their_claim_and_gives_its_own_back(s
     assert not setup.module.retrying_with_another_key.delay("first").duplicate
 
 
-@BOTH
 def test_a_retry_after_its_claim_went_to_another_runs_too(setup, history, claims):
     """case 41: a second was queued after the first had started; both run, one after the other."""
     task = setup.module.retrying_after_start
@@ -277,7 +269,7 @@ def test_the_claim_of_a_killed_child_is_freed_also_when_its_message_was_sent_by_
     assert second.get(timeout=30) == "a"
 
 
-@BOTH
+@pytest.mark.both_brokers
 def test_what_celery_retries_because_its_child_died_keeps_its_claim_until_the_last_attempt(setup, history, claims):
     """`retry_on_worker_lost`, of Celery 5.7. What the main process does about claims, it does in order."""
     setup.start_worker(concurrency=1)
@@ -291,7 +283,7 @@ def test_what_celery_retries_because_its_child_died_keeps_its_claim_until_the_la
     poll(lambda: claims() == {"retried:a": retried.id})
 
 
-@BOTH
+@pytest.mark.both_brokers
 def test_a_body_that_ends_its_process_and_is_delivered_again_keeps_its_claim(setup, history, claims):
     """`acks_late` and `reject_on_worker_lost`."""
     setup.start_worker()
@@ -304,6 +296,7 @@ def test_a_body_that_ends_its_process_and_is_delivered_again_keeps_its_claim(set
     poll(lambda: claims() == {})
 
 
+@pytest.mark.both_brokers
 def test_the_claim_of_a_worker_that_is_gone_is_free_at_the_locks_ttl(setup, history, claims):
     """The whole group is killed, and the message was acknowledged: nobody will ever end the claim."""
     task = setup.module.locked
@@ -317,7 +310,6 @@ def test_the_claim_of_a_worker_that_is_gone_is_free_at_the_locks_ttl(setup, hist
     assert {row.task_id for row in history.events("start")} == {first.id, second.id}
 
 
-@BOTH
 def test_the_claim_of_a_task_without_a_lock_outlives_its_dead_worker(setup, history, claims):
     """The negative control: without a lease nothing says that it died; `dedup_ttl` is what is left."""
     worker = setup.start_worker()
@@ -329,7 +321,6 @@ def test_the_claim_of_a_task_without_a_lock_outlives_its_dead_worker(setup, hist
     assert setup.module.work.delay("a").id == first.id
 
 
-@BOTH
 def test_a_worker_confirms_a_claim_whose_producer_died(setup, history, pg_dsn):
     """The producer ended between publish and confirm; the task runs for longer than an unconfirmed claim lives."""
     confirmer = binding.binding_for(setup.app).confirmer
@@ -345,7 +336,6 @@ def test_a_worker_confirms_a_claim_whose_producer_died(setup, history, pg_dsn):
     history.wait_for("end")
 
 
-@BOTH
 @pytest.mark.parametrize("task", ["work", "locked"])
 @pytest.mark.parametrize("fate", ["lost", "another's"])
 def test_a_task_whose_claim_is_not_its_own_by_now_runs_and_takes_nothing_from_the_owner(
@@ -376,7 +366,6 @@ def test_a_task_whose_claim_is_not_its_own_by_now_runs_and_takes_nothing_from_th
 # --- messages that bypass apply_async, and canvases -----------------------------------------------------------------
 
 
-@BOTH
 def test_a_producer_without_the_code_gives_keys_and_the_worker_runs_the_task_under_those(setup, history, claims):
     """case 21: an application that has none of these tasks, and keys that the task's own templates would not make."""
     producer = Celery("elsewhere", broker=setup.broker.url, set_as_current=False)
@@ -462,7 +451,6 @@ print("done", flush=True)
 """
 
 
-@BOTH
 def test_djangos_delay_on_commit_publishes_after_the_commit_and_duplicates_break_nothing(
     setup, history, claims, pg_dsn
 ):
@@ -494,7 +482,7 @@ def test_djangos_delay_on_commit_publishes_after_the_commit_and_duplicates_break
     assert [row.key for row in history.events("start")] == ["a", "c"]
 
 
-@BOTH
+@pytest.mark.both_brokers
 def test_a_message_that_was_sent_by_name_is_claimed_while_it_runs(setup, history, claims):
     setup.start_worker()
     result = setup.app.send_task(setup.module.locked.name, ["a", "go"])
@@ -519,7 +507,6 @@ def test_a_duplicate_step_of_a_chain_is_sent_and_its_parent_stays_a_success(setu
     poll(lambda: claims() == {})
 
 
-@BOTH
 def test_a_duplicate_callback_or_body_of_a_chord_is_sent_and_what_it_follows_stays_a_success(setup, history, claims):
     module = setup.module
     setup.start_worker(concurrency=3)
@@ -534,7 +521,6 @@ def test_a_duplicate_callback_or_body_of_a_chord_is_sent_and_what_it_follows_sta
     history.wait_for("end", key="a", count=3)
 
 
-@BOTH
 def test_a_duplicate_member_of_a_group_ends_as_skipped_and_the_group_ends(setup, history, claims):
     """The member that is no duplicate is the control."""
     work = setup.module.work
@@ -552,7 +538,6 @@ def test_a_duplicate_member_of_a_group_ends_as_skipped_and_the_group_ends(setup,
     poll(lambda: claims() == {})
 
 
-@BOTH
 def test_a_duplicate_member_of_a_chord_runs_because_the_body_waits_for_it(setup, history, claims):
     work, gather = setup.module.work, setup.module.gather
     setup.start_worker(concurrency=3)
@@ -567,7 +552,6 @@ def test_a_duplicate_member_of_a_chord_runs_because_the_body_waits_for_it(setup,
     poll(lambda: claims() == {})
 
 
-@BOTH
 def test_a_step_is_sent_without_its_claim_while_the_database_is_away(
     celery_setup, broker, app_proxy, app_dsn, pg_dsn, history
 ):
@@ -589,7 +573,6 @@ def test_a_step_is_sent_without_its_claim_while_the_database_is_away(
     app_proxy.accept()
 
 
-@BOTH
 @pytest.mark.parametrize("scheduler", [[], ["-S", "syncguard"]], ids=["celery's beat", "ours"])
 def test_what_beat_sends_is_deduplicated(celery_setup, broker, pg_dsn, history, claims, scheduler):
     """The plain entry is the negative control."""
@@ -610,7 +593,6 @@ def test_what_beat_sends_is_deduplicated(celery_setup, broker, pg_dsn, history, 
     assert [first for first, _ in history.overlaps() if first.key == "work"] == []
 
 
-@BOTH
 def test_the_tail_of_a_refused_chain_is_not_run_and_the_first_ones_is(setup, history, claims):
     """case 77, at the head."""
     module = setup.module
@@ -622,7 +604,7 @@ def test_the_tail_of_a_refused_chain_is_not_run_and_the_first_ones_is(setup, his
     assert history.count("start", key="second") == 0
 
 
-@BOTH
+@pytest.mark.both_brokers
 def test_a_message_with_an_eta_holds_its_claim_but_no_lock(setup, history, claims):
     """case 38: one in an hour, and others under its lock."""
     task = setup.module.locked
@@ -636,7 +618,6 @@ def test_a_message_with_an_eta_holds_its_claim_but_no_lock(setup, history, claim
     assert list(claims().values()) == [later.id]
 
 
-@BOTH
 @pytest.mark.slow
 def test_twelve_that_publish_and_run_the_same_work_leave_no_error_in_the_servers_log(
     celery_setup, broker, second_queue, private_pg, private_dsn, private_app_dsn, pg_dsn, history
@@ -675,7 +656,7 @@ def test_twelve_that_publish_and_run_the_same_work_leave_no_error_in_the_servers
     binding.binding_for(setup.app).close()
 
 
-@BOTH
+@pytest.mark.both_brokers
 def test_shutting_down_ends_no_claim_of_what_is_still_queued(setup, history, claims):
     worker = setup.start_worker(concurrency=1)
     running = setup.module.work.delay("a", "go")
@@ -692,7 +673,6 @@ def test_shutting_down_ends_no_claim_of_what_is_still_queued(setup, history, cla
         assert claims() == {"done:b": queued.id}
 
 
-@BOTH
 @pytest.mark.parametrize("signals", [[signal.SIGQUIT], [signal.SIGTERM, signal.SIGQUIT]], ids=["quit", "term, quit"])
 @pytest.mark.parametrize("task", ["locked", "work"])
 def test_a_cold_shutdown_frees_the_claims_of_what_it_cut_off(setup, history, claims, signals, task):

@@ -23,6 +23,7 @@ def pg_dsn(empty_dsn):
     return empty_dsn
 
 
+@pytest.mark.both_brokers
 @pytest.mark.smoke
 def test_a_real_worker_runs_what_the_test_publishes_and_leaves_no_process(celery_setup, broker, pg_dsn, history):
     setup = celery_setup(MODULE)
@@ -50,6 +51,7 @@ def test_unlocked_bodies_of_one_key_overlap_and_the_history_shows_it(celery_setu
     assert len(history.overlaps()) == 1
 
 
+@pytest.mark.both_brokers
 def test_a_killed_worker_takes_its_children_along_and_the_message_comes_back(celery_setup, broker, pg_dsn, history):
     setup = celery_setup(MODULE, conf={"broker_transport_options": {"visibility_timeout": 1}})
     worker = setup.start_worker(concurrency=1)

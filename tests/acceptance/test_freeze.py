@@ -16,7 +16,6 @@ from tests.fixtures.polling import poll
 APP = "tests.acceptance.apps.pools_bodies"
 TTL = 2  # of the bodies there
 VISIBILITY = 1
-BOTH = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 
 
 @pytest.fixture
@@ -77,6 +76,7 @@ def test_when_the_main_process_alone_is_killed_the_key_is_free_at_the_ttl(celery
     assert result.get(timeout=30) == "a"
 
 
+@pytest.mark.both_brokers
 @pytest.mark.parametrize("end", ["ends", "is killed"])
 def test_an_orphan_keeps_its_lock_and_the_message_that_comes_again_waits_for_it(
     celery_setup, broker, pg_dsn, history, guard, end
@@ -131,7 +131,7 @@ def freeze_until_taken_over(setup, worker, history, guard, task):
 
 @pytest.mark.parametrize(
     ("broker", "pool"),
-    [(broker, pool) for broker in ("redis", "rabbitmq") for pool in ("prefork", "solo", "threads", "gevent")],
+    [("redis", "prefork"), ("rabbitmq", "solo"), ("redis", "threads"), ("rabbitmq", "gevent")],
     indirect=["broker"],
 )
 def test_a_thawed_body_is_told_at_once_and_can_do_no_harm(celery_setup, broker, pg_dsn, history, guard, pool):
@@ -152,7 +152,6 @@ def test_a_thawed_body_is_told_at_once_and_can_do_no_harm(celery_setup, broker, 
     assert setup.module.quick.delay("a").get(timeout=30) > successor.fence
 
 
-@BOTH
 def test_a_thawed_body_that_is_not_told_writes_beside_its_successor(celery_setup, broker, pg_dsn, history, guard):
     """The negative control."""
     setup = celery_setup(APP)
@@ -163,7 +162,6 @@ def test_a_thawed_body_that_is_not_told_writes_beside_its_successor(celery_setup
     assert len(history.overlaps()) == 1
 
 
-@BOTH
 def test_the_row_names_the_killed_worker_that_is_waited_for(celery_setup, broker, pg_dsn, history, guard):
     """Who blocks is known, also when it is dead: its name is in the lock's row until the ttl."""
     setup = celery_setup(APP)

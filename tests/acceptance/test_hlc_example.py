@@ -33,7 +33,13 @@ def example(celery_setup, broker, pg_dsn, app_dsn, monkeypatch):
     return setup.module
 
 
-def test_the_example_runs_as_its_readme_says(example):
+@pytest.mark.usefixtures("example")
+def test_the_example_runs_as_its_readme_says_and_once_more():
+    for _ in range(2):
+        runs_as_its_readme_says()
+
+
+def runs_as_its_readme_says():
     done = subprocess.run(
         [sys.executable, "try_it.py"],
         cwd=FOLDER,

@@ -11,7 +11,7 @@ from tests.fixtures.polling import poll
 APP = "tests.acceptance.apps.pools_bodies"
 POOLS = pytest.mark.parametrize(
     ("broker", "pool"),
-    [(broker, pool) for broker in ("redis", "rabbitmq") for pool in ("prefork", "solo", "threads", "gevent")],
+    [("redis", "prefork"), ("rabbitmq", "solo"), ("redis", "threads"), ("rabbitmq", "gevent")],
     indirect=["broker"],
 )
 

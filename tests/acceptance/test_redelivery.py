@@ -1,7 +1,7 @@
 """Redelivery: one message delivered more than once is one body at a time, and none gets lost.
 
-A copy is told by task id and attempt, never by the broker's redelivered flag. Most tests make copies by publishing
-twice with one task id, which is what a consumer sees after a visibility timeout; two let the broker do it itself.
+A copy is told by task id, call and attempt, never by the broker's redelivered flag. Most tests make copies by publishing
+twice with one task id and no call, which is what a consumer sees after a visibility timeout; two let the broker do it itself.
 """
 
 import uuid
@@ -12,6 +12,8 @@ from celery import Celery
 
 from tests.acceptance.test_retries import NOTHING, rows_left
 from tests.fixtures.polling import poll
+
+pytestmark = pytest.mark.usefixtures("redelivered")
 
 MODULE = "tests.acceptance.apps.locks_bodies"
 ANSWERED = "another delivery of this attempt ended"
@@ -27,6 +29,7 @@ def publish_copies(task, count, *args):
     return results[0]
 
 
+@pytest.mark.both_brokers
 @pytest.mark.smoke
 def test_four_workers_that_get_the_same_message_four_times_run_one_body(celery_setup, broker, pg_dsn, history):
     """case 14, case 20"""
@@ -60,6 +63,7 @@ def test_without_a_lock_the_same_message_runs_beside_itself(celery_setup, broker
     history.wait_for("end", count=4)
 
 
+@pytest.mark.both_brokers
 def test_a_copy_of_what_failed_does_not_run_it_again_nor_hide_its_failure(celery_setup, broker, pg_dsn, history):
     setup = celery_setup(MODULE)
     worker = setup.start_worker()
@@ -73,6 +77,7 @@ def test_a_copy_of_what_failed_does_not_run_it_again_nor_hide_its_failure(celery
     assert history.count("start") == 1
 
 
+@pytest.mark.both_brokers
 def test_a_copy_of_an_earlier_attempt_neither_runs_nor_hides_the_later_one(celery_setup, broker, pg_dsn, history):
     setup = celery_setup(MODULE)
     worker = setup.start_worker(concurrency=3)
@@ -90,6 +95,7 @@ def test_a_copy_of_an_earlier_attempt_neither_runs_nor_hides_the_later_one(celer
     assert [row.attempt for row in history.events("start", key="a")] == [1]
 
 
+@pytest.mark.both_brokers
 def test_when_the_first_dies_with_its_worker_the_copy_runs(celery_setup, broker, pg_dsn, history):
     """case 14, case 88. The message of the first is acknowledged: only the copy is left."""
     setup = celery_setup(MODULE)
@@ -111,6 +117,7 @@ def test_when_the_first_dies_with_its_worker_the_copy_runs(celery_setup, broker,
     assert history.overlaps() == []
 
 
+@pytest.mark.both_brokers
 def test_what_the_broker_delivers_again_after_a_kill_runs_when_the_dead_lease_is_over(
     celery_setup, broker, pg_dsn, history
 ):
@@ -131,6 +138,7 @@ def test_what_the_broker_delivers_again_after_a_kill_runs_when_the_dead_lease_is
     assert history.overlaps() == []
 
 
+@pytest.mark.both_brokers
 def test_what_is_done_is_answered_with_its_first_result(celery_setup, broker, pg_dsn, history):
     """case 16. The copy arrives when everything about the first run is over."""
     setup = celery_setup(MODULE)
@@ -145,6 +153,7 @@ def test_what_is_done_is_answered_with_its_first_result(celery_setup, broker, pg
     assert [row.task_id for row in history.events("start")].count(result.id) == 1
 
 
+@pytest.mark.both_brokers
 def test_messages_from_producers_without_our_code_are_locked_by_the_worker(celery_setup, broker, pg_dsn, history):
     """case 20, case 21"""
     setup = celery_setup(MODULE)
@@ -188,6 +197,7 @@ def test_a_body_longer_than_the_visibility_timeout_runs_once(celery_setup, broke
     expect_one_body_and_two_of_the_twin(setup, history, locked)
 
 
+@pytest.mark.both_brokers
 @pytest.mark.parametrize("private_broker", ["rabbitmq"], indirect=True)
 def test_a_restarted_broker_delivers_again_and_the_body_runs_once(celery_setup, private_broker, pg_dsn, history):
     """case 17"""
@@ -198,6 +208,7 @@ def test_a_restarted_broker_delivers_again_and_the_body_runs_once(celery_setup, 
     expect_one_body_and_two_of_the_twin(setup, history, locked)
 
 
+@pytest.mark.both_brokers
 @pytest.mark.smoke
 @pytest.mark.parametrize("private_broker", ["redis", "rabbitmq"], indirect=True)
 def test_a_worker_that_cancels_what_runs_when_it_loses_its_broker_runs_it_again(

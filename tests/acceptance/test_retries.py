@@ -23,6 +23,7 @@ def rows_left(dsn):
 NOTHING = {"locks": 0, "claims": 0, "deaths": 0}
 
 
+@pytest.mark.both_brokers
 @pytest.mark.smoke
 def test_every_kind_of_retry_runs_to_its_end_and_leaves_nothing_behind(celery_setup, broker, pg_dsn, history):
     """case 34, case 35"""
@@ -57,6 +58,7 @@ def test_every_kind_of_retry_runs_to_its_end_and_leaves_nothing_behind(celery_se
     poll(lambda: rows_left(pg_dsn) == NOTHING)
 
 
+@pytest.mark.both_brokers
 @pytest.mark.parametrize("how", ["retry", "requeue", "replace", "in silence"])
 def test_what_comes_again_runs_though_its_key_is_held_on_to_for_others(celery_setup, broker, pg_dsn, history, how):
     """`lock_min_hold` and `lock_on_held="skip"`: the next attempt is not thrown away."""
@@ -92,7 +94,6 @@ def test_an_attempt_that_was_published_before_the_first_ended_runs_after_it(
     poll(lambda: rows_left(pg_dsn) == NOTHING)
 
 
-@pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 def test_without_a_lock_the_next_attempt_overlaps_the_first(celery_setup, broker, pg_dsn, history):
     """The negative control of the test before."""
     setup = celery_setup(MODULE)
@@ -103,6 +104,7 @@ def test_without_a_lock_the_next_attempt_overlaps_the_first(celery_setup, broker
     assert len(history.overlaps()) == 1
 
 
+@pytest.mark.both_brokers
 def test_waiting_for_a_lock_uses_up_no_retries_keeps_the_whole_message_and_stops_at_expires(
     celery_setup, broker, second_queue, pg_dsn, history
 ):

@@ -9,11 +9,10 @@ import redis
 from celery import chain
 
 from celery_syncguard import binding
+from tests.fixtures import soak
 from tests.fixtures.polling import poll
 
 MODULE = "tests.acceptance.apps.dedup_run_once"
-
-BOTH = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 
 
 #: For Redis; RabbitMQ needs no such thing, and gets no such option.
@@ -42,6 +41,7 @@ def setup(celery_setup, broker, pg_dsn, history):
     binding.binding_for(setup.app).close()
 
 
+@pytest.mark.both_brokers
 @pytest.mark.smoke
 def test_a_task_that_is_delivered_again_after_its_end_is_answered(setup, history):
     """case 16: with the first run's result, state SUCCESS, and a signal."""
@@ -57,7 +57,6 @@ def test_a_task_that_is_delivered_again_after_its_end_is_answered(setup, history
     worker.wait_for_log(f"{result.id}\\] not run: 'task:{result.id}' was done by task {result.id}")
 
 
-@BOTH
 def test_without_run_once_it_runs_again(setup, history):
     """The negative control."""
     setup.start_worker()
@@ -94,7 +93,6 @@ def test_a_key_answers_other_tasks_too_with_the_first_result(setup, history):
     assert history.count("start") == 2
 
 
-@BOTH
 def test_an_answer_does_not_overwrite_the_first_result_that_is_being_stored(setup, history, pg_dsn):
     """The lock is released before Celery stores the result: in between the first result is not to be had yet."""
     task = setup.module.slow_to_store
@@ -111,7 +109,6 @@ def test_an_answer_does_not_overwrite_the_first_result_that_is_being_stored(setu
     assert "None" not in [line.rpartition(": ")[2] for line in worker.logs().splitlines() if "succeeded in" in line]
 
 
-@BOTH
 def test_a_failure_is_not_remembered(setup, history):
     daily = setup.module.daily
     setup.start_worker()
@@ -121,7 +118,6 @@ def test_a_failure_is_not_remembered(setup, history):
     assert second.get(timeout=30) == f"monday by {second.id}"
 
 
-@BOTH
 def test_a_completion_is_forgotten_after_its_ttl(setup, history, pg_dsn):
     daily = setup.module.daily
     setup.start_worker()
@@ -134,7 +130,6 @@ def test_a_completion_is_forgotten_after_its_ttl(setup, history, pg_dsn):
         assert connection.execute(live).fetchone() == (1,)
 
 
-@BOTH
 def test_what_follows_an_answered_task_is_sent_again_since_it_may_never_have_been(setup, history):
     """At least once: the first run may have died before it could send the next step, which has run_once itself."""
     module = setup.module
@@ -149,6 +144,7 @@ def test_what_follows_an_answered_task_is_sent_again_since_it_may_never_have_bee
     assert history.count("start") == 2
 
 
+@pytest.mark.both_brokers
 def test_a_broker_that_restarts_in_mid_task_delivers_again_and_nothing_runs_twice(
     private_broker, celery_setup, pg_dsn, history
 ):
@@ -238,20 +234,20 @@ def _kill_those_who_linger(setup, history, lingering):
         setup.open_gate(f"killed-{n}")
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("run_once", [True, False], ids=["run_once", "without run_once"])
-def test_a_thousand_tasks_delivered_two_to_four_times_have_a_thousand_effects(
-    celery_setup, broker, pg_dsn, history, run_once
-):
+def test_tasks_delivered_two_to_four_times_have_one_effect_each(celery_setup, broker, pg_dsn, history, run_once):
     """Children and whole workers die, also between the user's commit and the acknowledgement. Without run_once, which is
     the negative control, the same tasks, deliveries and deaths have more effects."""
     _ledger(pg_dsn)
-    tasks, lingering = 1000, (100, 400, 700)
+    tasks = soak.rounds(300, soak=1000)
+    lingering = (tasks // 10, tasks * 4 // 10, tasks * 7 // 10)
     setup = celery_setup(
         MODULE,
         conf=REDELIVERED,
-        environment={"DEATHS": "0.01", "LINGERING": " ".join(map(str, lingering))},
+        environment={"DEATHS": "0.03", "LINGERING": " ".join(map(str, lingering))},
     )
     task = setup.module.increment if run_once else setup.module.increment_plainly
     deliveries = _deliver(setup, task, tasks=tasks, seed=4)

@@ -14,7 +14,6 @@ from tests.fixtures.polling import poll
 from tests.fixtures.servers import PostgresServer
 
 APP = "tests.acceptance.apps.pools_bodies"
-BOTH = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 
 
 @pytest.fixture
@@ -66,7 +65,6 @@ def test_backends_terminated_every_second_lose_no_lease(start, broker, record, p
     assert "terminating connection due to administrator command" in private_pg.log_text()
 
 
-@BOTH
 def test_a_restart_during_a_run_is_survived(start, record, private_pg, guard):
     """case 33: rows outlive the server's restart, unlike session locks."""
     setup, _ = start()
@@ -80,7 +78,6 @@ def test_a_restart_during_a_run_is_survived(start, record, private_pg, guard):
     poll(lambda: not guard.locks())
 
 
-@BOTH
 @pytest.mark.slow
 def test_an_outage_longer_than_the_ttl_tells_the_holder_before_anybody_else_runs(start, record, private_pg, guard):
     """case 33: ten seconds without a server; the work that waits comes back by itself."""
@@ -110,7 +107,6 @@ def test_an_outage_longer_than_the_ttl_tells_the_holder_before_anybody_else_runs
     poll(lambda: not guard.locks())
 
 
-@BOTH
 def test_a_task_says_what_an_unreachable_server_means_for_it(start, record, private_pg):
     """lock_on_unavailable: fails, runs unlocked, or comes back."""
     setup, worker = start()
@@ -127,7 +123,6 @@ def test_a_task_says_what_an_unreachable_server_means_for_it(start, record, priv
     assert retried.get(timeout=60) == "ran"
 
 
-@BOTH
 def test_work_waits_out_a_read_only_server(start, record, private_pg):
     setup, worker = start()
     assert setup.module.retry_unavailable.delay("a").get(timeout=30) == "ran"
@@ -145,7 +140,6 @@ def test_work_waits_out_a_read_only_server(start, record, private_pg):
     assert result.get(timeout=60) == "ran"
 
 
-@BOTH
 @pytest.mark.direct  # behind a pooler the slots are the pooler's, and it keeps those that it has
 def test_work_waits_out_a_server_without_a_free_slot(celery_setup, broker, pg_dsn, record):
     with PostgresServer(settings={"max_connections": 12}) as server:
@@ -179,7 +173,6 @@ def fill(server, dsn, slots):
     return False
 
 
-@BOTH
 def test_a_holder_cut_off_without_a_word_blocks_for_its_ttl_only(
     celery_setup, broker, pg_dsn, app_dsn, app_proxy, history
 ):
@@ -202,7 +195,6 @@ def test_a_holder_cut_off_without_a_word_blocks_for_its_ttl_only(
     assert setup.module.quick.delay("a").get(timeout=60) > successor.fence
 
 
-@BOTH
 def test_a_client_that_vanishes_while_its_acquire_runs_blocks_for_its_ttl_and_never_runs_on_that_grant(
     celery_setup, broker, pg_dsn, app_dsn, app_proxy, history
 ):
@@ -239,7 +231,7 @@ def test_a_client_that_vanishes_while_its_acquire_runs_blocks_for_its_ttl_and_ne
     assert [row.fence > successor.fence for row in history.events("start")] == [True]
 
 
-@BOTH
+@pytest.mark.usefixtures("redelivered")
 def test_everyday_answers_leave_no_error_in_the_servers_log(start, record, private_pg, guard):
     """Duplicates, held locks, copies, skips and waits are answers, and no statement of ours fails for them."""
     setup, worker = start(concurrency=4)

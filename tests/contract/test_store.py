@@ -16,6 +16,7 @@ from celery_syncguard.migrate import migrate
 from celery_syncguard.postgres import PostgresStore
 from celery_syncguard.store import Acquire, Grant, Held, LockStore
 from celery_syncguard.testing import StoreContract, race_processes, race_threads
+from tests.fixtures import soak
 
 _TABLES = "syncguard_locks, syncguard_fence_counters, syncguard_completions, syncguard_claims, syncguard_deaths"
 
@@ -30,8 +31,11 @@ def shared_dsn(pg_server: Any) -> Iterator[str]:
     pg_server.execute(f"drop database {name} with (force)")
 
 
+@pytest.mark.soak
 class TestStore(StoreContract):
     """The parameter is the store."""
+
+    rounds = soak.rounds(200, soak=1000)
 
     @pytest.fixture(params=["memory", "postgres"])
     def kind(self, request: pytest.FixtureRequest) -> str:

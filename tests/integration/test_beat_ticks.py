@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
+from tests.fixtures import soak
 from tests.fixtures.cluster import ROOT
 
 #: The first one sends plain entries; a tick of django-celery-beat's asks its tables and takes four times as long.
-TICKS = {"plain": 100_000, "django": 25_000}
+TICKS = {"plain": soak.rounds(16_000, soak=100_000), "django": soak.rounds(5_000, soak=25_000)}
 
 
 def ticks(*arguments, **environment):
@@ -22,11 +23,12 @@ def ticks(*arguments, **environment):
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("inside", TICKS)
 def test_memory_stays_flat_over_many_ticks_with_changes_of_the_schedule(inside):
-    """case 67: 100,000 ticks; 25,000 with django-celery-beat, which take a minute."""
+    """case 67: less than one object for five ticks; in a soak, for thirty."""
     seen, log = ticks("memory", inside, TICKS[inside])
     print(seen)
     assert "Traceback" not in log
@@ -46,13 +48,15 @@ def test_a_host_whose_clock_is_behind_sends_the_entries_of_django_celery_beat_in
     assert seen["runs"]["a"] > 0.45 * 400
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_edit_in_the_very_tick_that_sends_is_never_lost_nor_is_a_slot_sent_twice(pg_dsn):
-    """case 60: 1,000 rounds, in each of them an edit between claim and mark, and another while the row is written."""
-    seen, log = ticks("edits", 1000, "locked", SYNCGUARD_DSN=pg_dsn)
+    """case 60: many rounds, in each of them an edit between claim and mark, and another while the row is written."""
+    rounds = soak.rounds(200, soak=1000)
+    seen, log = ticks("edits", rounds, "locked", SYNCGUARD_DSN=pg_dsn)
     assert seen["lost"] == {"args": 0, "description": 0}
-    assert seen["messages"] >= 1000
+    assert seen["messages"] >= rounds
     assert seen["messages"] == seen["tasks"]
     assert seen["slots"][0] == seen["slots"][1]
     assert "Traceback" not in log

@@ -1,5 +1,6 @@
 """Claims under contention, and what they cost: one winner per key, told to every loser, in one round trip."""
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -9,11 +10,14 @@ import uuid
 import psycopg
 import pytest
 from celery import Celery
+from celery.app.task import Context
 
 from celery_syncguard import LockedTask, binding
 from celery_syncguard.memory import MemoryStore
 from celery_syncguard.postgres import PostgresStore
+from celery_syncguard.run import Run
 from celery_syncguard.store import Acquire, Claim, Held, Release
+from tests.fixtures import soak
 from tests.fixtures.polling import poll
 from tests.fixtures.proxy import Proxy
 
@@ -34,7 +38,7 @@ def make_producer(dsn, broker, queue, *, store=None):
 class ReadThenWrite(PostgresStore):
     """What many do: look whether the work is queued, then say that it is."""
 
-    def claim(self, key, *, task_id, ttl, holder=None, lock_key=None):
+    def claim(self, key, *, task_id, ttl, holder=None):
         def work(conn):
             row = conn.execute("select task_id from syncguard_claims where claim_key = %s", (key,)).fetchone()
             if row is None:
@@ -105,11 +109,12 @@ def race(make, *, processes, rounds):
     return [list(one) for one in zip(*answers, strict=True)]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("rounds", [1000])
-def test_of_fifty_processes_that_publish_at_once_one_publishes_and_all_learn_its_id(pg_dsn, broker, rounds):
+def test_of_fifty_processes_that_publish_at_once_one_publishes_and_all_learn_its_id(pg_dsn, broker):
     """cases 28, 29: each round is a barrier; the queue holds one message per round."""
+    rounds = soak.rounds(100, soak=1000)
     answers = race(lambda: make_producer(pg_dsn, broker.url, broker.queue), processes=50, rounds=rounds)
     for one in answers:
         assert [duplicate for _, duplicate in one].count(False) == 1
@@ -164,11 +169,34 @@ def _wait_until_free(store, key):
 def test_the_claim_of_a_task_that_died_with_its_lock_is_over(store):
     store.claim("c", task_id="t", ttl=3600)
     _run(store, "k", "t", ttl=0.2)
-    assert not store.claim("c", task_id="other", ttl=60, lock_key="k").ours, "it runs"
+    assert not store.claim("c", task_id="other", ttl=60).ours, "it runs"
     _wait_until_free(store, "k")
-    assert not store.claim("c", task_id="other", ttl=60).ours, "nobody told the lock"
-    assert not store.claim("c", task_id="other", ttl=60, lock_key="another").ours
-    assert store.claim("c", task_id="other", ttl=60, lock_key="k").ours
+    assert store.claim("c", task_id="other", ttl=60).ours
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"lock_key": "k"}, {"run_once": "once"}, {"run_once": True}, {"run_once": True, "lock_key": "k"}],
+    ids=str,
+)
+def test_whatever_a_task_is_locked_by_the_claim_of_a_dead_host_ends_with_that_lock(pg_dsn, options):
+    """And not at dedup_ttl, which is an hour. The control is a lease that lives."""
+    app = Celery("host", broker="memory://", set_as_current=False)
+    app.conf.update(syncguard_dsn=pg_dsn, task_default_queue=f"q-{uuid.uuid4().hex}")
+    task = app.task(base=LockedTask, shared=False, name="work", dedup_key="c", **options)(body)
+    first = task.delay(1)
+    binding.binding_for(app).flush()
+    with app.connection() as connection:
+        message = app.amqp.queues[app.conf.task_default_queue](connection.channel()).get(no_ack=True)
+    request = Context(message.headers, delivery_info={}, called_directly=False)
+    run = Run.of(task, request, (1,), {})
+    store = binding.guard_for(app).store
+    host = run._acquire(run.lock_key)
+    assert not isinstance(store.acquire(dataclasses.replace(host, ttl=0.3)), Held)
+    assert task.delay(1).id == first.id, "it runs"
+    _wait_until_free(store, run.lock_key)
+    assert task.delay(1).id != first.id
+    binding.binding_for(app).close()
 
 
 def test_the_claim_of_a_task_whose_lock_was_taken_over_is_over(store):
@@ -184,7 +212,7 @@ def test_the_next_delivery_of_a_dead_task_keeps_its_claim(store):
     _run(store, "k", "t", ttl=0.2)
     _wait_until_free(store, "k")
     _run(store, "k", "t")
-    assert not store.claim("c", task_id="other", ttl=60, lock_key="k").ours
+    assert not store.claim("c", task_id="other", ttl=60).ours
 
 
 def test_a_task_that_waits_for_its_next_attempt_keeps_its_claim(store):
@@ -192,10 +220,10 @@ def test_a_task_that_waits_for_its_next_attempt_keeps_its_claim(store):
     store.claim("c", task_id="t", ttl=3600)
     lock_id, _ = _run(store, "k", "t")
     store.release(Release(key="k", lock_id=lock_id, task_id="t"))
-    assert not store.claim("c", task_id="other", ttl=60, lock_key="k").ours
+    assert not store.claim("c", task_id="other", ttl=60).ours
     _, answer = _run(store, "k", "other", claim_key=None, claim_ttl=None)
     assert not isinstance(answer, Held)
-    assert not store.claim("c", task_id="other", ttl=60, lock_key="k").ours
+    assert not store.claim("c", task_id="other", ttl=60).ours
 
 
 # --- costs ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import kombu.exceptions
 import psycopg
 import pytest
 from celery import Celery, chain, chord, group
+from celery.beat import Scheduler
 from celery.exceptions import ImproperlyConfigured as CeleryMisconfigured
 
 from celery_syncguard import DuplicateTask, LockedTask, StoreUnavailable, binding, signals
@@ -656,3 +657,20 @@ def test_a_result_backend_is_not_needed(pg_dsn):
     with pytest.raises((NotImplementedError, CeleryMisconfigured)):
         result.results[0].get(timeout=1)
     producer.close()
+
+
+@pytest.mark.parametrize("entry", [{"dedup_on_duplicate": "raise"}, {"link": []}], ids=["raise", "link"])
+def test_a_duplicate_of_a_plain_beat_is_an_outcome_and_no_error(producer, caplog, entry):
+    """A traceback in each slot would hide what matters."""
+    task = producer.task(returning)
+    options = {name: value or [task.s()] for name, value in entry.items()}
+    scheduler = Scheduler(producer.app, schedule={}, lazy=True)
+    due = scheduler.Entry(name="e", task=task.name, args=(1,), options=options, app=producer.app)
+    with caplog.at_level("INFO"):
+        scheduler.apply_entry(due)
+        scheduler.apply_entry(due)
+    assert "is a duplicate" in caplog.text
+    assert "Message Error" not in caplog.text
+    # The negative control: anybody else is told by an exception.
+    with pytest.raises(DuplicateTask):
+        task.apply_async((1,), **options)

@@ -11,10 +11,15 @@ import pytest
 
 from celery_syncguard.errors import LeaseLost
 from celery_syncguard.interrupt import _birth_in, interrupt_for
+from tests.fixtures import soak
 from tests.fixtures.cluster import ROOT
 from tests.fixtures.polling import poll
 
-ROUNDS = {"main": 2000, "threads": 1200, "gevent": 1200}
+ROUNDS = {
+    "main": soak.rounds(1000, soak=2000),
+    "threads": soak.rounds(400, soak=1200),
+    "gevent": soak.rounds(600, soak=1200),
+}
 
 
 def race(where, protection):
@@ -30,6 +35,7 @@ def faults(seen):
     return {name: seen[name] for name in names if seen.get(name)}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("where", ["main", "threads", "gevent"])
 def test_a_lease_lost_around_the_end_of_its_body_interrupts_that_body_or_nothing(where):
     seen = race(where, "whole")
@@ -51,9 +57,10 @@ def thread_births(how, seconds):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=100).stdout.strip()
 
 
+@pytest.mark.soak
 def test_a_body_that_is_just_starting_a_thread_is_interrupted_and_does_not_wait_for_ever():
     """Before Python 3.12 the exception may strike the thread that is being born, whose starter then waits for ever."""
-    answer = thread_births("ours", 8)
+    answer = thread_births("ours", soak.rounds(3, soak=8))
     assert re.fullmatch(r"interrupted [1-9]\d* times", answer), answer
 
 

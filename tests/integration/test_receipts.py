@@ -7,7 +7,9 @@ from urllib.parse import urlsplit
 import kombu
 import psycopg
 import pytest
+from amqp.exceptions import MessageNacked
 from celery import Celery, group
+from celery.app import trace
 
 from celery_syncguard import LockedTask, binding, receipts
 from celery_syncguard.dedup import send_task
@@ -191,3 +193,43 @@ def test_a_broker_that_hangs_is_given_up_and_its_late_answer_is_not_the_next_mes
         task.delay(2)
     assert lost.is_set()
     assert list(claims(pg_dsn)) == ["0"]
+
+
+@pytest.fixture
+def full_queue(rabbit):
+    """A queue that takes nothing."""
+    name = f"full-{uuid.uuid4().hex}"
+    arguments = {"x-max-length": 0, "x-overflow": "reject-publish"}
+    with kombu.Connection(rabbit.direct) as connection:
+        connection.default_channel.queue_declare(name, durable=True, auto_delete=False, arguments=arguments)
+        yield kombu.Queue(name, routing_key=name, queue_arguments=arguments)
+        connection.default_channel.queue_delete(name)
+
+
+def test_a_refused_message_is_an_error_for_who_has_a_claim_and_a_line_for_who_has_not(make, full_queue, pg_dsn, caplog):
+    """Without our receipts nobody would hear of the second one: for a callback the error would be its parent's."""
+    app = make(task_queues=[full_queue], task_create_missing_queues=True)
+    task = deduplicated(app)
+    with pytest.raises((MessageNacked, kombu.exceptions.OperationalError)):
+        task.apply_async((1,), queue=full_queue.name)
+    assert claims(pg_dsn) == {}
+    app.send_task("plain", queue=full_queue.name)
+    assert "the broker refuses a message of plain: MessageNacked" in caplog.text
+
+
+def test_a_callback_that_the_broker_refuses_fails_by_itself(make, full_queue):
+    app = make(task_queues=[full_queue], result_backend="cache+memory://")
+    task = deduplicated(app)
+    app.task(shared=False, name="parent")(body)
+    link = dict(task.s().set(queue=full_queue.name, task_id="the callback"))
+    tracer = trace.build_tracer("parent", app.tasks["parent"], app=app)
+    tracer("t", (1,), {}, {"id": "t", "delivery_info": {}, "args": (1,), "kwargs": {}, "callbacks": [link]})
+    assert app.AsyncResult("t").state == "SUCCESS"
+    assert app.AsyncResult("the callback").state == "FAILURE"
+
+
+def test_who_has_asked_for_receipts_himself_gets_the_error(make, full_queue):
+    app = make(task_queues=[full_queue], broker_transport_options={"confirm_publish": True})
+    receipts.ask_for_receipts(app)
+    with pytest.raises((MessageNacked, kombu.exceptions.OperationalError)):
+        app.send_task("plain", queue=full_queue.name)

@@ -14,6 +14,7 @@ import psycopg
 import pytest
 
 from celery_syncguard import revisions
+from tests.fixtures import soak
 from tests.fixtures.polling import poll
 
 NOTES = """
@@ -250,9 +251,11 @@ def highest_in_table(connection: Any, owner: uuid.UUID, cursor: int) -> int:
     return max(cursor, highest or 0)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
-def test_no_reader_misses_a_row_of_10000_while_16_writers_commit_and_roll_back(connect, owner):
-    assert missed(connect, owner, rows=10_000, allocate=revisions.next_revision, bound=revisions.guard_pull) == 0
+def test_no_reader_misses_a_row_while_16_writers_commit_and_roll_back(connect, owner):
+    rows = soak.rounds(3_200, soak=10_000)
+    assert missed(connect, owner, rows=rows, allocate=revisions.next_revision, bound=revisions.guard_pull) == 0
 
 
 def test_readers_do_miss_rows_when_a_plain_sequence_numbers_them(connect, owner):

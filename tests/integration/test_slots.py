@@ -9,6 +9,7 @@ import pytest
 
 from celery_syncguard import SyncGuard
 from celery_syncguard.config import Settings
+from celery_syncguard.connection import Connection
 from celery_syncguard.errors import StoreUnavailable
 from celery_syncguard.leadership import leader_lock_key
 from celery_syncguard.lease import Lease
@@ -181,6 +182,27 @@ def test_the_id_of_a_slots_task_depends_on_the_leader_key_the_entry_and_the_inst
     assert len(others | {slot.task_id("beat")}) == 4
 
 
+def test_entries_of_a_clock_that_was_ahead_go_back_and_what_was_sent_stays_sent(guard, slots):
+    lease = elect(guard)
+    now = slots.enter(lease, {"a": TEXT, "b": TEXT}).now.replace(microsecond=0)
+    early = now + timedelta(hours=1)
+    slots.enter(lease, {"a": TEXT, "b": TEXT, "new": TEXT}, now=early)
+    for due_at in (now, early):
+        slots.claim(lease, Slot("a", due_at), schedule=TEXT, next_due_at=None)
+        slots.sent(Slot("a", due_at), term=int(lease.fence))
+    before = slots.enter(lease, {"b": TEXT}).entries["b"]
+    assert slots.turn_back(lease, now=now + timedelta(seconds=3, microseconds=5))
+    entries = slots.enter(lease, {"a": TEXT, "b": TEXT, "new": TEXT}).entries
+    assert entries["a"].last_due_at == now
+    assert entries["a"].since_at < now + timedelta(seconds=1)
+    assert entries["b"] == before
+    assert entries["new"].last_due_at == now + timedelta(seconds=3)
+    assert entries["new"].since_at == now + timedelta(seconds=3, microseconds=5)
+    assert slots.claim(lease, Slot("a", early), schedule=TEXT, next_due_at=None).outcome == "taken"
+    oust(guard, lease)
+    assert not slots.turn_back(lease, now=now)
+
+
 # PostgreSQL alone
 
 
@@ -266,7 +288,14 @@ def test_a_takeover_waits_for_a_claim_that_is_being_committed(pg_dsn):
         assert poll(lambda: isinstance(guard.acquire(request), Lease))
 
 
-def test_a_mark_that_the_database_did_not_hear_is_told_before_anything_else(pg_dsn, pg_proxy):
+TELLING = {
+    "an election": lambda slots, lease: slots.enter(lease, {"a": TEXT}),
+    "a sign of life": lambda slots, lease: slots.seen(int(lease.fence), failure=None, sent=False),
+}
+
+
+@pytest.mark.parametrize("told", TELLING.values(), ids=TELLING)
+def test_a_mark_that_the_database_did_not_hear_is_told_before_anything_else(pg_dsn, pg_proxy, told):
     with SyncGuard(pg_proxy.dsn(pg_dsn), timeout=0.5) as guard:
         slots = open_slots(guard.store, "beat")
         lease = elect(guard)
@@ -277,9 +306,10 @@ def test_a_mark_that_the_database_did_not_hear_is_told_before_anything_else(pg_d
         slots.sent(Slot("a", DUE), term=int(lease.fence))
         with pytest.raises(StoreUnavailable):
             slots.enter(lease, {"a": TEXT})
+        assert slots.unrecorded() == [Slot("a", DUE)]
         pg_proxy.accept()
-        assert poll(lambda: slots.enter(lease, {"a": TEXT}))
-        assert slots.unsent() == []
+        assert poll(lambda: told(slots, lease))
+        assert slots.unrecorded() == slots.unsent() == []
         assert slots.recent()[0].sent_at is not None
 
 
@@ -292,3 +322,101 @@ def test_one_prune_deletes_no_more_than_it_says_and_the_next_one_goes_on(pg_dsn)
         )
         slots = open_slots(guard.store, "beat")
         assert [slots.prune(older=3600) for _ in range(3)] == [PRUNED_AT_MOST, 1, 0]
+
+
+def test_of_many_slots_that_were_not_sent_none_is_left_out(pg_dsn):
+    with SyncGuard(pg_dsn) as guard, psycopg.connect(pg_dsn, autocommit=True) as conn:
+        conn.execute(
+            "INSERT INTO syncguard_beat_slots (leader_key, entry, due_at, task_id, term, claimed_at) "
+            "SELECT 'beat', 'e' || n, %s + (n / 700) * INTERVAL '1 second', n::text, 1, %s FROM generate_series(1, 2500) n",
+            (DUE, DUE),
+        )
+        unsent = open_slots(guard.store, "beat").unsent()
+        assert len(unsent) == len(set(unsent)) == 2500
+        assert unsent == sorted(unsent, key=lambda slot: (slot.due_at, slot.entry))
+        # The negative control: a page is shorter.
+        assert conn.execute("SELECT count(*) FROM syncguard_beat_unsent('beat')").fetchone() == (1000,)
+
+
+#: What an administrator may set for a role or a database, for reasons of others.
+SETTINGS = {
+    "DateStyle": ["German", "SQL, DMY", "Postgres"],
+    "TimeZone": ["Asia/Kathmandu", "<+03>-3"],
+    "IntervalStyle": ["sql_standard"],
+    "bytea_output": ["escape"],
+    "lc_messages": ["C"],
+    "lc_time": ["C"],
+    "lc_numeric": ["C"],
+    "extra_float_digits": ["-5"],
+    "standard_conforming_strings": ["off"],
+    "array_nulls": ["off"],
+    "transform_null_equals": ["on"],
+    "client_encoding": ["LATIN1"],
+    "default_transaction_isolation": ["serializable", "repeatable read"],
+    "default_transaction_deferrable": ["on"],
+    "plan_cache_mode": ["force_generic_plan"],
+    "search_path": ["nowhere, public"],
+    "statement_timeout": ["2s"],
+    "lock_timeout": ["1s"],
+    "idle_session_timeout": ["200ms"],
+    "idle_in_transaction_session_timeout": ["200ms"],
+    "synchronous_commit": ["off"],
+}
+
+
+def lead_and_send(dsn):
+    """Every statement of a leader, for an entry and a slot; whether all came back as it was said."""
+    with SyncGuard(dsn) as guard:
+        slots = open_slots(guard.store, "beat")
+        lease = elect(guard)
+        entered = slots.enter(lease, {"ä": TEXT})
+        assert abs(entered.now - datetime.now(timezone.utc)) < timedelta(seconds=10)
+        slot = Slot("ä", entered.entries["ä"].last_due_at + timedelta(seconds=10, microseconds=7))
+        following = slot.due_at + timedelta(seconds=10)
+        assert slots.claim(lease, slot, schedule=TEXT, next_due_at=following).outcome == "claimed"
+        assert slots.unsent() == [slot]
+        slots.sent(slot, term=int(lease.fence))
+        assert abs(slots.seen(int(lease.fence), failure=None, sent=True) - entered.now) < timedelta(seconds=10)
+        (row,), (entry,), (term,) = slots.recent(), slots.entries(), slots.terms()
+        assert (row.due_at, entry.last_due_at, entry.next_due_at) == (slot.due_at, slot.due_at, following)
+        assert term.last_sent_at is not None
+        assert slots.prune(older=3600) == 0
+        return slot
+
+
+def test_no_setting_of_a_role_or_a_database_changes_what_beat_does(pg_dsn):
+    seen = {}
+    for name, value in [(name, value) for name, values in SETTINGS.items() for value in values]:
+        set_default(pg_dsn, name, value)
+        with psycopg.connect(pg_dsn, autocommit=True) as conn:
+            assert value in conn.execute(f"SHOW {name}").fetchone()[0].replace('"', "")
+            try:
+                lead_and_send(pg_dsn)
+            except Exception as exc:
+                seen[name, value] = exc
+            conn.execute(f"ALTER DATABASE {conn.info.dbname} RESET ALL")
+            conn.execute("TRUNCATE syncguard_beat_slots, syncguard_beat_entries")
+    assert seen == {}
+
+
+def test_read_as_text_an_instant_depends_on_the_role(pg_dsn, monkeypatch):
+    """The negative control."""
+    right = Connection.execute
+    monkeypatch.setattr(Connection, "execute", lambda *args, binary=False, **kwargs: right(*args, **kwargs))
+    lead_and_send(pg_dsn)
+    set_default(pg_dsn, "DateStyle", "German")
+    with pytest.raises(Exception, match="DateStyle"):
+        lead_and_send(pg_dsn)
+
+
+def test_a_role_that_may_only_read_is_told_why_it_cannot_lead(pg_dsn):
+    set_default(pg_dsn, "default_transaction_read_only", "on")
+    with pytest.raises(StoreUnavailable, match="default_transaction_read_only"):
+        lead_and_send(pg_dsn)
+
+
+def set_default(dsn, name, value):
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        conn.execute(
+            f"ALTER DATABASE {conn.info.dbname} SET {name} = {value if name == 'search_path' else repr(value)}"
+        )

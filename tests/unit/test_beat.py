@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from datetime import datetime, timedelta, timezone
+from itertools import pairwise
 
 import pytest
 from celery import Celery, beat
@@ -16,9 +17,10 @@ from kombu import Connection, Producer
 
 from celery_syncguard import binding, clock, signals
 from celery_syncguard.beat import LeaderScheduler, scheduler_class
-from celery_syncguard.errors import ImproperlyConfigured
+from celery_syncguard.errors import ImproperlyConfigured, StoreUnavailable
 from celery_syncguard.sending import sending, undisturbed
-from celery_syncguard.slots import PRUNED_AT_MOST
+from celery_syncguard.slots import PRUNED_AT_MOST, MemorySlots, Slot
+from celery_syncguard.timekeeper import Timekeeper
 from tests.fixtures.interrupting import at_step
 from tests.fixtures.polling import poll
 
@@ -662,6 +664,155 @@ def test_close_in_the_middle_of_writing_back_hands_over_and_does_not_enter_the_s
     assert (entered_again, led, closed) == ([], [False], [])
     one.close()
     assert (entered_again, closed) == ([], [1])
+
+
+class Database:
+    """The clock of the database that beat's state is in: apart from this host's."""
+
+    def __init__(self, monkeypatch):
+        self.ahead = 0.0
+        right = MemorySlots._now
+        monkeypatch.setattr(MemorySlots, "_now", lambda slots: right(slots) + timedelta(seconds=self.ahead))
+
+
+def go_on(one, hand, seconds, step=1.0):
+    """Let time pass, with ticks in between."""
+    for _ in range(int(seconds / step)):
+        hand.ahead += step
+        for _ in range(3):
+            one.tick()
+
+
+def true_now():
+    return datetime.fromtimestamp(clock.wall_ms() / 1000, tz=timezone.utc)
+
+
+def of_real_time(one, since):
+    """The slots of the entry "a", every 10 s, that were sent for an instant after that, up to now; all of them, and once."""
+    now = true_now()
+    slots = [due_at for _, due_at in sorted(sent(one), key=lambda row: row[1]) if since < due_at <= now]
+    assert {later - earlier for earlier, later in pairwise(slots)} <= {timedelta(seconds=10)}
+    return len(slots)
+
+
+@pytest.mark.parametrize("protection", ["judged", "followed"])
+@pytest.mark.parametrize("jump", [3600, -3600])
+def test_a_database_whose_clock_is_wrong_for_a_moment_costs_no_slot(scheduler, monkeypatch, caplog, jump, protection):
+    """The negative control takes every reading for the time."""
+    hand, database = Clock(monkeypatch), Database(monkeypatch)
+    if protection == "followed":
+        monkeypatch.setattr(Timekeeper, "hear", lambda self, reading, asked_at: self._take(reading, asked_at))
+    one = lead(scheduler(make_app({"a": every(10)}, syncguard_leader_ttl=3600)))
+    monkeypatch.setattr(one, "_next_report", 0.0)
+    since = true_now()
+    for ahead in (0, jump, 0):
+        database.ahead = ahead
+        go_on(one, hand, 15)
+        one._next_report = 0.0  # it would ask after a third of its ttl
+        go_on(one, hand, 5)
+    assert (of_real_time(one, since) >= 5 and len(sent(one)) <= 7) == (protection == "judged")
+    assert f"jumped by {jump:+d} s" in caplog.text or protection == "followed"
+
+
+def test_who_leads_again_while_the_clock_is_wrong_knows_the_time_from_before(scheduler, monkeypatch):
+    """Its lease has expired by that clock; so it was told that it leads no more, and is elected once more."""
+    hand, database = Clock(monkeypatch), Database(monkeypatch)
+    one = lead(scheduler(make_app({"a": every(10)}, syncguard_leader_ttl=3600)))
+    since = true_now()
+    for ahead in (0, 3600, 0):
+        database.ahead = ahead
+        one._retire()
+        go_on(one, hand, 20)
+    assert of_real_time(one, since) >= 5
+    assert all(due_at <= true_now() for _, due_at in sent(one))
+
+
+def test_slots_that_were_sent_too_early_are_not_sent_again_and_those_of_real_time_go_on(scheduler, monkeypatch, caplog):
+    """A leader was elected while the database's clock was ahead, and is still there when it is right again."""
+    hand, database = Clock(monkeypatch), Database(monkeypatch)
+    one = lead(scheduler(make_app({"a": every(10)}, syncguard_leader_ttl=3600, syncguard_catch_up="all")))
+    since = true_now()
+    go_on(one, hand, 30)
+    one._retire()
+    one._time = Timekeeper()  # another process leads from now on
+    database.ahead = 1800
+    go_on(one, hand, 30)
+    early = [due_at for _, due_at in sent(one) if due_at > true_now()]
+    assert len(early) >= 64
+    database.ahead = 0.0
+    one._next_report = 0.0
+    go_on(one, hand, 60)
+    assert of_real_time(one, since) >= 11  # also those of the time in which the clock was ahead
+    go_on(one, hand, 1800, step=10)
+    slots = sent(one)
+    assert len(slots) == len(set(slots))
+    assert of_real_time(one, since) >= 11 + 179
+    assert "ERROR" not in caplog.text
+
+
+@pytest.mark.parametrize("before,after", [(3600, 0), (0, -3600)], ids=["was ahead", "is behind"])
+def test_a_leader_elected_after_the_clock_went_back_goes_on_with_the_slots_of_real_time(
+    scheduler, monkeypatch, caplog, before, after
+):
+    hand, database = Clock(monkeypatch), Database(monkeypatch)
+    database.ahead = before
+    one = lead(scheduler(make_app({"a": every(10)}, syncguard_leader_ttl=3600)))
+    go_on(one, hand, 30)
+    one._retire()
+    one._time = Timekeeper()  # another process leads from now on
+    database.ahead = after
+    since = true_now()
+    go_on(one, hand, 100)
+    assert of_real_time(one, since) >= 9
+    slots = sent(one)
+    assert len(slots) == len(set(slots))
+    assert "the latest slot" in caplog.text
+    assert "ERROR" not in caplog.text
+
+
+class LateSlots:
+    """Slots of which the store has not heard what became of one, as long as it is away."""
+
+    def __init__(self, slots):
+        self._slots, self.away, self.late = slots, True, [Slot("a", datetime(2025, 6, 1, tzinfo=timezone.utc))]
+
+    def __getattr__(self, name):
+        return getattr(self._slots, name)
+
+    def unrecorded(self):
+        return self.late
+
+    def flush(self):
+        if self.away:
+            raise StoreUnavailable("by a test")
+        self.late = []
+
+
+def test_what_could_not_be_recorded_as_sent_is_written_by_a_standby_too(scheduler, monkeypatch, caplog):
+    hand = Clock(monkeypatch)
+    one = lead(scheduler(make_app({"a": every(10)})))
+    slots = one._slots = LateSlots(one._slots)
+    monkeypatch.setattr(type(one._leadership), "lease", None)  # another one leads
+    for _ in range(3):
+        hand.ahead += 1.1
+        one.tick()
+    assert slots.late
+    slots.away = False
+    hand.ahead += 1.1
+    one.tick()
+    assert not slots.late
+    one.close()
+    assert "could not record" not in caplog.text
+
+
+def test_what_could_not_be_recorded_as_sent_is_told_once_at_the_end(scheduler, caplog):
+    one = lead(scheduler(make_app({"a": every(10)})))
+    one._slots = LateSlots(one._slots)
+    one.close()
+    one.close()
+    (line,) = [record.getMessage() for record in caplog.records if "could not record what" in record.getMessage()]
+    assert "1 slot(s)" in line
+    assert "'a' at 2025-06-01" in line
 
 
 def test_a_signal_waits_for_the_end_of_a_send_and_a_second_one_does_not():

@@ -11,7 +11,7 @@ import pytest
 
 from celery_syncguard import errors
 from celery_syncguard.guard import SyncGuard
-from celery_syncguard.key import MAX_KEY_BYTES, Fence, new_lock_id, normalize_key, public_key
+from celery_syncguard.key import MAX_KEY_BYTES, Fence, new_lock_id, normalize_key, public_key, shortened, task_key
 
 #: Nothing listens there: whatever is refused with this dsn was refused before any I/O.
 NOWHERE = "postgresql://nobody@127.0.0.1:1/nothing?connect_timeout=2"
@@ -102,3 +102,31 @@ def test_a_fence_is_a_number_whose_text_sorts_like_it() -> None:
 
 def test_max_key_bytes_is_the_other_clients_limit() -> None:
     assert MAX_KEY_BYTES == 512
+
+
+@pytest.mark.parametrize("character", ["k", "é", "任", "🔒", "e\u0301"])
+def test_a_long_key_is_cut_between_characters_and_told_by_its_hash(character: str) -> None:
+    for length in range(100, 700):
+        key = character * length
+        made = task_key(key)
+        assert len(made.encode()) <= MAX_KEY_BYTES
+        normal = unicodedata.normalize("NFC", key)
+        if len(normal.encode()) <= MAX_KEY_BYTES:
+            assert made == normal, "the TypeScript client's key for the same text"
+        else:
+            head, _, digest = made.rpartition("#")
+            assert normal.startswith(head)
+            assert re.fullmatch("[0-9a-f]{32}", digest)
+            assert len(made.encode()) > MAX_KEY_BYTES - 4
+            assert task_key(key) == made != task_key(key + "x")
+
+
+def test_two_spellings_of_one_long_text_are_one_key() -> None:
+    assert task_key("e\u0301" * 600) == task_key("\u00e9" * 600)
+
+
+def test_what_is_no_key_for_another_reason_is_not_shortened() -> None:
+    for key in ("\ud800" * 600, "a\0" * 600):
+        assert shortened(key) == key
+        with pytest.raises(errors.InvalidKey):
+            task_key(key)
