@@ -178,7 +178,7 @@ class SeesEdits:
             self._write(name)
         self._dirty -= before
         enabled = getattr(self, "enabled_models_qs", self.Model.objects.enabled)()
-        found = self._entries(enabled.filter(pk__in=list(changed)))
+        found = self._made_from(enabled.filter(pk__in=list(changed)))
         for name in before:
             self._schedule.pop(name, None)
         self._schedule.update(found)
@@ -190,7 +190,7 @@ class SeesEdits:
         if before - found.keys():
             self._enter(dict(self._schedule))  # that they are gone
 
-    def _entries(self, rows: Iterable[Any]) -> dict[str, Any]:
+    def _made_from(self, rows: Iterable[Any]) -> dict[str, Any]:
         found = {}
         for model in rows:
             try:
@@ -216,7 +216,7 @@ class SeesEdits:
         except (DatabaseError, InterfaceError):
             raise  # no row is at fault, and none must be left out
         except Exception:  # whatever a broken row leads to  # noqa: BLE001
-            found = self._entries(self.Model.objects.enabled())
+            found = self._made_from(self.Model.objects.enabled())
         return found
 
     def is_due(self, entry: Any) -> Any:
