@@ -6,11 +6,12 @@ A guard is made when it is first asked for, from the application's configuration
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import weakref
 from typing import Any
 
-from celery import Celery
+from celery import Celery, concurrency
 from celery.signals import worker_init, worker_process_shutdown, worker_shutdown
 
 from celery_syncguard import signals, stamps
@@ -146,7 +147,17 @@ def _check_worker(sender: Any = None, **_: Any) -> None:
     from celery_syncguard import worker
 
     if sender.app in _bindings:
+        _check_pool(sender.pool_cls)
         worker.start(sender, binding_for(sender.app))
+
+
+def _check_pool(pool: Any) -> None:
+    if concurrency.get_implementation(pool).__module__.partition(".")[0] == "celery_aio_pool":
+        sys.stderr.write(
+            "celery-syncguard: celery-aio-pool calls bodies in other threads than Celery's tracer, where nothing could be locked: "
+            "start this worker with another pool, and let bodies call asyncio.run(...)\n"
+        )
+        raise SystemExit(78)  # EX_CONFIG
 
 
 @worker_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]

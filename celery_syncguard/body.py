@@ -21,6 +21,11 @@ __all__ = ["body_of", "signature_of"]
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
+_UNKNOWN = inspect.Signature([inspect.Parameter("args", _VARIADIC[0]), inspect.Parameter("kwargs", _VARIADIC[1])])
+
+#: Where decorators come from that hand on without showing it: of tasks with pydantic=True, two packages' `retry`.
+_TRUSTED = frozenset({"backoff._sync", "celery.app.base", "tenacity"})
+
 #: Methods of a dict that do not change it.
 _READS = frozenset({"copy", "get", "items", "keys", "values"})
 
@@ -46,13 +51,16 @@ def _module_of(function: Any) -> str:
     return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
-def signature_of(task: type) -> inspect.Signature:
+def signature_of(task: type, own: Any = None) -> inspect.Signature:
     """Of the body, without the task itself: the names that arguments have when Celery calls it.
+
+    Arguments:
+        own: what was set as `run` on the task itself, whose class has none.
 
     Raises:
         ImproperlyConfigured: the body is no function or method, or a coroutine's.
     """
-    body = body_of(task)
+    body = body_of(task) if own is None else staticmethod(own)
     function = body.__func__ if isinstance(body, (staticmethod, classmethod)) else body
     if not callable(function):
         raise ImproperlyConfigured(f"{task.__name__}: run must be a method or a function, got {type(body).__name__}")
@@ -63,7 +71,11 @@ def signature_of(task: type) -> inspect.Signature:
         )
     takes_task = not isinstance(body, staticmethod) and hasattr(type(body), "__get__")
     while True:
-        signature = inspect.signature(function, follow_wrapped=False)
+        try:
+            signature = inspect.signature(function, follow_wrapped=False)
+        except ValueError:
+            # Of an object that only shows what it wraps, or of compiled code.
+            signature = _UNKNOWN
         parameters = list(signature.parameters.values())
         if takes_task and parameters and parameters[0].kind not in _VARIADIC:
             del parameters[0]
@@ -82,8 +94,7 @@ def _is_async(function: Any) -> bool:
 
 def _hands_on(wrapper: Any) -> bool:
     """Whether a wrapper's source shows that it calls what it wraps with its own arguments as they came, and only so."""
-    if _module_of(wrapper) == "celery.app.base":
-        # Of a task with pydantic=True: it turns each argument into its model.
+    if _module_of(wrapper) in _TRUSTED:
         return True
     try:
         # Of the code: of a function it would be that of the one inside.

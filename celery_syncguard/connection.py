@@ -3,9 +3,10 @@
 Connections are in autocommit, and prepare statements only where no pooler is in between.
 
 No statement waits for ever: a server that hangs (frozen, or behind a network that drops packets) keeps its TCP connection
-alive, so the client itself stops waiting for an answer after a while.
+alive, so the client itself stops waiting for an answer after a while. What is given up is cancelled: a server that only
+sees its client go away finishes what it does first, and a commit that waits for a standby waits for ever.
 
-Not here: how many there are and who gets one (`pool`), what is said to the server (`postgres`), and the caller's
+Not here: which server is connected to (`hosts`), how many there are and who gets one (`pool`), what is said to the server (`postgres`), and the caller's
 connections (`caller`).
 """
 
@@ -16,17 +17,18 @@ import json
 import re
 import secrets
 import select
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import psycopg
 import psycopg.conninfo
-from psycopg import generators, pq, waiting
+from psycopg import capabilities, generators, pq, waiting
+from psycopg.pq.abc import PGconn
 
 from celery_syncguard import clock
 from celery_syncguard.errors import ImproperlyConfigured
 
-__all__ = ["Connection", "connection_parameters", "describe_dsn", "settings"]
+__all__ = ["Connection", "cancelled", "connection_parameters", "describe_dsn", "ended", "in_statement_mode"]
 
 #: So that a peer that vanished without a FIN is noticed in seconds. The user's own values win.
 _NETWORK = {
@@ -37,6 +39,9 @@ _NETWORK = {
     "application_name": "celery-syncguard",
 }
 
+#: Seconds that a request to cancel may take, and that the answer to what it cancelled may take after that.
+_CANCEL = 1.0
+
 #: SQLSTATE invalid_sql_statement_name.
 _NO_SUCH_STATEMENT = b"26000"
 
@@ -44,7 +49,8 @@ _from_json = json.JSONDecoder().decode
 
 
 def connection_parameters(dsn: str, *, timeout: float) -> dict[str, Any]:
-    """The libpq parameters for `dsn`; `timeout` seconds bound a connection attempt.
+    """The libpq parameters for `dsn`. `timeout` seconds are for the attempts at all its hosts, in equal parts of 2 s at least,
+    which is libpq's least; a `connect_timeout` in the dsn is for each host.
 
     Raises:
         ImproperlyConfigured: the dsn is empty, or is no connection string. Its text is not repeated: it may hold a
@@ -69,7 +75,8 @@ def connection_parameters(dsn: str, *, timeout: float) -> dict[str, Any]:
             "password? In a URL write %40, %3A, %2F or %3F for it (the text is not repeated here, it may be a password)"
         )
     # Text is UTF-8 on the way, whatever the database is encoded in; one in SQL_ASCII would make it bytes.
-    return {**_NETWORK, "connect_timeout": str(max(2, round(timeout))), **parameters, "client_encoding": "UTF8"}
+    hosts = max(str(parameters.get(key, "")).count(",") + 1 for key in ("host", "hostaddr"))
+    return {**_NETWORK, "connect_timeout": str(max(2, round(timeout / hosts))), **parameters, "client_encoding": "UTF8"}
 
 
 #: A name, an address, a folder of sockets, or Linux's abstract socket.
@@ -112,9 +119,13 @@ _ASKS_AGAIN = "timeout" in inspect.signature(psycopg.Connection.wait).parameters
 
 
 class Connection(psycopg.Connection[tuple[Any, ...]]):
-    """A connection that does not wait for ever: after `patience` seconds without an answer it is given up."""
+    """A connection that does not wait for ever: after `patience` seconds without an answer it is given up.
+
+    `leave` is given the socket of one whose statement the server has perhaps not ended; without it, that is closed.
+    """
 
     patience = 10.0
+    leave: Callable[[PGconn], None] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -161,9 +172,28 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         if self.closed:
             return False
         # What a server says unasked is its goodbye, nearly always; a connection too many is no loss.
-        poll = select.poll()
-        poll.register(self.pgconn.socket, select.POLLIN)
-        return not poll.poll(0)
+        return not _readable(self.pgconn.socket, 0.0)
+
+    @property
+    def active(self) -> bool:
+        """Whether it is in the middle of a statement."""
+        return not self.closed and self.pgconn.transaction_status == pq.TransactionStatus.ACTIVE
+
+    def abandon(self) -> None:
+        """Close it, even in the middle of a statement, which is cancelled first. Takes two seconds at most.
+
+        What that statement came to is not known: a commit that waited for a standby stands, though only on this server.
+        """
+        if not self.active:
+            self.close()
+            return
+        pgconn = self.pgconn
+        if self.leave is None or (cancelled(pgconn, timeout=_CANCEL) and ended(pgconn, timeout=_CANCEL)):
+            pgconn.finish()
+            return
+        # To everybody else it is closed: this one was never open.
+        self.pgconn = pq.PGconn.connect_start(b"closed")
+        self.leave(pgconn)
 
     def _statement(self, query: bytes) -> bytes | None:
         """The name of the prepared statement for a query, from its second call on a direct connection."""
@@ -198,11 +228,55 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
             while True:
                 ready = yield wanted
                 if not ready and clock.now() >= give_up_at:
-                    self.pgconn.finish()
+                    self.abandon()
                     raise psycopg.OperationalError(f"the server did not answer within {self.patience:g} s")
                 wanted = gen.send(ready)
         except StopIteration as stop:
             return stop.value
+
+
+def cancelled(pgconn: PGconn, *, timeout: float) -> bool:
+    """Ask the server to cancel what it does on a connection. False: it could not be asked within `timeout` seconds."""
+    if not capabilities.has_cancel_safe():
+        return False  # libpq before 17: its request has no bound, and would hang with a server that hangs
+    try:
+        request = pgconn.cancel_conn()
+        request.start()
+        waiting.wait_conn(generators.cancel(request), interval=0.1, timeout=timeout)
+    except psycopg.Error:
+        return False
+    return True
+
+
+def ended(pgconn: PGconn, *, timeout: float) -> bool:
+    """Whether the server has ended what it did on a connection, or the connection, within `timeout` seconds."""
+    give_up_at = clock.now() + timeout
+    try:
+        while True:
+            pgconn.consume_input()
+            while not pgconn.is_busy():
+                if pgconn.get_result() is None:
+                    return True
+            left = give_up_at - clock.now()
+            if left <= 0:
+                return False
+            _readable(pgconn.socket, left)
+    except psycopg.Error:
+        return True
+
+
+def in_statement_mode(exc: psycopg.Error) -> bool:
+    """Whether a pooler has refused a transaction because it gives out a server for one statement only."""
+    return isinstance(exc, psycopg.errors.ProtocolViolation) and "statement pooling mode" in str(exc)
+
+
+def _readable(number: int, timeout: float) -> bool:
+    """Whether a socket has something to say within `timeout` seconds."""
+    if not hasattr(select, "poll"):  # Windows, where no socket's number is too high for select
+        return bool(select.select([number], [], [], timeout)[0])
+    poll = select.poll()
+    poll.register(number, select.POLLIN)
+    return bool(poll.poll(timeout * 1000))
 
 
 def _text(value: Any) -> bytes | None:
@@ -213,8 +287,3 @@ def _text(value: Any) -> bytes | None:
         quoted = (str(one).replace("\\", "\\\\").replace('"', '\\"') for one in value)
         value = "{" + ",".join(f'"{one}"' for one in quoted) + "}"
     return str(value).encode()
-
-
-def settings(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `Connection.connect` for these libpq parameters."""
-    return {**parameters, "autocommit": True, "prepare_threshold": None}

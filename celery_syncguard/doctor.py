@@ -18,8 +18,9 @@ from psycopg import sql
 
 from celery_syncguard import clock, migrate
 from celery_syncguard.config import Settings
-from celery_syncguard.connection import Connection, connection_parameters, describe_dsn
+from celery_syncguard.connection import Connection, connection_parameters, describe_dsn, in_statement_mode
 from celery_syncguard.errors import SchemaBehind
+from celery_syncguard.hosts import Hosts
 from celery_syncguard.lease import margin
 from celery_syncguard.receipts import turned_off
 
@@ -27,6 +28,12 @@ __all__ = ["Check", "examine", "missing_grants"]
 
 #: PostgreSQL 14 is the oldest version that is tested.
 _OLDEST_SERVER = 140_000
+
+#: Milliseconds by which a fence counter may be ahead of the server's clock: a burst of a thousand grants of one key.
+_AHEAD_MS = 1000
+
+#: Milliseconds that a statement of ours may take: its wait for a row, and some.
+_STATEMENT_MS = 3000
 
 #: Seconds by which this host's clock may differ from the server's before it is worth a word.
 _CLOCK_OFFSET = 1.0
@@ -52,13 +59,11 @@ def examine(settings: Settings, *, app: Any = None) -> Iterator[Check]:
     if app is not None:
         yield from _broker(app)
     where = describe_dsn(settings.dsn)
-    parameters = connection_parameters(settings.dsn, timeout=settings.timeout)
+    hosts = Hosts(connection_parameters(settings.dsn, timeout=settings.timeout))
+    yield from _hosts(hosts)
     with ExitStack() as stack:
         try:
-            conns = [
-                stack.enter_context(Connection.connect(autocommit=True, prepare_threshold=None, **parameters))
-                for _ in range(2)
-            ]
+            conns = [stack.enter_context(hosts.connect(autocommit=True, prepare_threshold=None)) for _ in range(2)]
         except psycopg.Error as exc:
             yield Check(
                 "connection",
@@ -82,10 +87,24 @@ def examine(settings: Settings, *, app: Any = None) -> Iterator[Check]:
             yield _pooler(conns)
             yield _clock(conn)
             yield _isolation(conn, role)
+            yield from _timeouts(conn, role)
             yield _durability(conn, role)
+            yield _notifications(conn)
+            yield from _fences(conn, settings)
         except psycopg.Error as exc:
+            if in_statement_mode(exc):
+                yield Check(
+                    "pooler",
+                    "fail",
+                    "a pooler in statement mode: it refuses transactions, in which leases are proved and migrations run",
+                    "set pool_mode = transaction in pgbouncer.ini, or point syncguard_dsn past the pooler",
+                )
+                return
             yield Check(
-                "connection", "fail", f"{where}: {' '.join(str(exc).split())}", "the server broke off: try again"
+                "connection",
+                "fail",
+                f"{where} ended a statement of this check: {' '.join(str(exc).split())}",
+                "if the message names no reason, try again",
             )
 
 
@@ -93,6 +112,28 @@ def _value(conn: Connection, query: str, parameters: tuple[Any, ...] = ()) -> An
     row = conn.execute(query.encode(), parameters or None).fetchone()
     assert row is not None  # only asked for what always answers
     return row[0]
+
+
+def _hosts(hosts: Hosts) -> Iterator[Check]:
+    """Each server of a dsn that names several."""
+    found = list(hosts.each())
+    if len(found) == 1:
+        conn = found[0][1]
+        if isinstance(conn, Connection):
+            conn.close()
+        return
+    for name, conn in found:
+        if not isinstance(conn, Connection):
+            yield Check(
+                f"host {name}",
+                "warn",
+                " ".join(str(conn).split()),
+                "if it is to be there, start it, or look at the network; the others are used meanwhile",
+            )
+            continue
+        with conn:
+            standby = _value(conn, "SELECT pg_is_in_recovery()")
+            yield Check(f"host {name}", "ok", "a standby" if standby else "a primary")
 
 
 def _settings(settings: Settings) -> Iterator[Check]:
@@ -161,7 +202,8 @@ def _writable(conn: Connection, role: str) -> Check:
             "the server is in recovery: a standby, where no lock can be taken",
             "point syncguard_dsn at the primary, or list all hosts with target_session_attrs=read-write",
         )
-    if _value(conn, "SHOW transaction_read_only") == "on":
+    # In one statement with a volatile function, as ours are: a pooler that balances may ask a standby for anything else.
+    if _value(conn, "SELECT current_setting('transaction_read_only') FROM pg_is_in_recovery()") == "on":
         return Check(
             "server",
             "fail",
@@ -288,6 +330,15 @@ def _pooler(conns: list[Connection]) -> Check:
             "Everything else works",
             "nothing, or point syncguard_dsn past the pooler for quicker hand-over to waiters",
         )
+    process = _value(conns[0], "SELECT pg_backend_pid() FROM pg_is_in_recovery()")
+    if seen[0] != {process}:
+        return Check(
+            "pooler",
+            "warn",
+            "what only reads runs on another server than what writes: a pooler that balances, such as pgpool-II. Locks are "
+            "right there, as every function of ours goes to the primary; what `status` and this check read may be late",
+            "run `migrate` past the pooler, and turn its load balancing off for the role or the database of syncguard_dsn",
+        )
     return Check("pooler", "ok", "each session stays on one server process: direct, or a pooler in session mode")
 
 
@@ -324,6 +375,19 @@ def _isolation(conn: Connection, role: str) -> Check:
     return Check("isolation", "ok", level)
 
 
+def _timeouts(conn: Connection, role: str) -> Iterator[Check]:
+    for name in ("statement_timeout", "transaction_timeout"):
+        # The second one is new in PostgreSQL 17.
+        value = _value(conn, "SELECT max(s.setting::bigint) FROM pg_catalog.pg_settings s WHERE s.name = %s", (name,))
+        if value and value < _STATEMENT_MS:
+            yield Check(
+                "timeouts",
+                "warn",
+                f"{name} is {value} ms: a statement of ours that waits for a row, up to 2 s, is cut off before it knows who holds",
+                f"ALTER ROLE {_quoted(role, conn)} SET {name} = 0, or {_STATEMENT_MS} ms and more",
+            )
+
+
 def _durability(conn: Connection, role: str) -> Check:
     if _value(conn, "SHOW fsync") == "off":
         return Check(
@@ -338,10 +402,47 @@ def _durability(conn: Connection, role: str) -> Check:
             "durability",
             "warn",
             "synchronous_commit is off: a crash of the server forgets the last grants, so that a lock can be granted "
-            "again while its holder works (its fence is still higher)",
+            "again while its holder works (its fence is still higher). Completions are written through all the same",
             f"ALTER ROLE {_quoted(role, conn)} SET synchronous_commit = on",
         )
     return Check("durability", "ok", f"fsync on, synchronous_commit {level}")
+
+
+def _notifications(conn: Connection) -> Check:
+    usage = float(_value(conn, "SELECT pg_notification_queue_usage()"))
+    if usage >= 0.5:
+        return Check(
+            "notifications",
+            "warn",
+            f"the server's queue of notifications is {usage:.0%} full, so that waiters look again after up to a second "
+            f"instead of being woken",
+            "end the transaction of the session that listens and stands still: the server's log names its process id",
+        )
+    return Check("notifications", "ok", f"the queue is {usage:.0%} full")
+
+
+def _fences(conn: Connection, settings: Settings) -> Iterator[Check]:
+    place = "" if settings.schema is None else f"{_quoted(settings.schema, conn)}."
+    try:
+        row = conn.execute(
+            f"SELECT count(*), max(c.fence - t.now_ms), min(c.fence_key) FROM {place}syncguard_fence_counters c, "
+            f"(SELECT {place}syncguard_clock_ms() AS now_ms) t WHERE c.fence > t.now_ms + {_AHEAD_MS}".encode()
+        ).fetchone()
+    except psycopg.errors.InsufficientPrivilege:
+        return  # `permissions` has said so
+    assert row is not None
+    ahead, most, key = row
+    if ahead:
+        yield Check(
+            "fences",
+            "warn",
+            f"{ahead} fence counter(s) are ahead of the server's clock, by up to {most / 1000:.0f} s (such as {key!r}): it was "
+            f"set back, or a counter was edited. They rise by ones meanwhile, and a failover that loses grants of such a key may "
+            f"give their fences again",
+            "nothing: it ends when the clock has caught up. Until then do not rely on fences across a failover",
+        )
+    else:
+        yield Check("fences", "ok", "no fence counter is ahead of the server's clock")
 
 
 def _quoted(name: str, conn: Connection) -> str:

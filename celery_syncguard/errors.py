@@ -63,8 +63,8 @@ class InvalidKey(SyncGuardError, ValueError):
 class LockHeld(SyncGuardError):
     """Another lease is live on the key.
 
-    Attributes: `key`; `holder` (text for people or None); `task_id` of the holder or None; `lock_id`; `fence` of its
-    lease, or None if the database was too busy to say; `since` seconds since the holder acquired; `remaining` seconds
+    Attributes: `key`; `holder` (text for people or None); `task_id` of the holder or None; `lock_id` and `fence`
+    (None if it is no number) of its lease; `since` seconds since the holder acquired; `remaining` seconds
     until its lease ends unless it renews.
     """
 

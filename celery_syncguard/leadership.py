@@ -353,7 +353,7 @@ class Leadership:
 
     def _hear(self, held: Held) -> None:
         before, self._heard = self._heard, (held, clock.now())
-        if held.lock_id is not None and (before is None or before[0].lock_id != held.lock_id):
+        if before is None or before[0].lock_id != held.lock_id:
             logger.info(
                 "standby for %r: %s leads, term %s, since %.1f s",
                 self.key,

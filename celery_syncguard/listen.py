@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import psycopg
 
 from celery_syncguard import clock
 from celery_syncguard.connection import Connection
 from celery_syncguard.events import logger
+from celery_syncguard.hosts import Hosts
 from celery_syncguard.loop import Bell, Loop
 from celery_syncguard.pool import MAX_IDLE, Session
 
@@ -30,8 +30,8 @@ _TURN = 0.5
 class Listener:
     """Lets threads wait for the release of a key."""
 
-    def __init__(self, parameters: dict[str, Any], *, timeout: float) -> None:
-        self._parameters = parameters
+    def __init__(self, hosts: Hosts, *, timeout: float) -> None:
+        self._hosts = hosts
         self._timeout = timeout
         self.forget()
 
@@ -40,11 +40,12 @@ class Listener:
         session: Session | None = getattr(self, "_session", None)
         if session is not None:
             session.forget()
-        self._session = Session(self._parameters, timeout=self._timeout)
+        self._session = Session(self._hosts, timeout=self._timeout)
         self._mutex = threading.Lock()
         self._waiters: dict[str, set[Bell]] = {}
         self._listening = Bell()
         self._heard_on: Connection | None = None
+        self._deaf = False
         self._last_used = clock.now()
         self._loop = Loop("syncguard-listener", self._listen)
 
@@ -81,6 +82,9 @@ class Listener:
                     conn.execute(f"LISTEN {CHANNEL}")
                     self._heard_on = conn
                     self._listening.set()
+                    if self._deaf:
+                        self._deaf = False
+                        logger.info("can listen for releases again")
                 for notification in conn.notifies(timeout=_TURN):
                     with self._mutex:
                         for heard in self._waiters.get(notification.payload, ()):
@@ -88,17 +92,19 @@ class Listener:
         except psycopg.Error as exc:
             self._listening.clear()
             self._heard_on = None
-            logger.info("cannot listen for releases, waiting tasks poll instead: %s", exc)
-            return _TURN
+            level = logger.debug if self._deaf else logger.info
+            self._deaf = True
+            level("cannot listen for releases, waiting tasks poll instead: %s", exc)
         with self._mutex:
             if self._waiters:
                 self._last_used = clock.now()
             elif clock.now() - self._last_used > MAX_IDLE:
                 self._listening.clear()
                 self._heard_on = None
+                self._deaf = False
                 self._session.close()
                 self._loop.stop(wait=False)
-        return 0.0
+        return _TURN if self._deaf else 0.0
 
     def close(self) -> None:
         self._loop.stop()

@@ -5,11 +5,12 @@ connection for one thread's standing work: the listener's, and the renewer's whi
 renewals never queue behind tasks. After a fork both are abandoned without being closed, because the socket is the
 parent's too.
 
-Not here: a single connection (`connection`), and what is said to the server (`postgres`).
+Not here: a single connection (`connection`), which server it leads to (`hosts`), and what is said to the server (`postgres`).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Iterator
@@ -20,8 +21,9 @@ import psycopg
 import psycopg_pool
 
 from celery_syncguard import clock
-from celery_syncguard.connection import Connection, settings
+from celery_syncguard.connection import Connection
 from celery_syncguard.errors import StoreUnavailable
+from celery_syncguard.hosts import Dial, Hosts
 
 __all__ = ["Pool", "Session"]
 
@@ -34,24 +36,42 @@ LONGEST_QUEUE = 60.0
 #: Seconds that it takes to open a connection to a server that answers.
 _MOMENT = 0.1
 
+#: Seconds within which a statement has an answer or is given up, beside the timeout and its wait for a row.
+_GIVING_UP = 3.0
+
 #: Seconds after which an unused connection may be closed.
 MAX_IDLE = 30.0
+
+#: Of psycopg's pool.
+_NAME = "syncguard"
 
 #: Inherited connections end here, so that nobody's destructor closes a socket that the parent still uses.
 _abandoned: list[Any] = []
 
 
+class _Told(logging.Filter):
+    """The driver's pool logs each attempt that fails, twice a second. Who asked is told, once, when he gives up."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        about = record.args[0] if isinstance(record.args, tuple) and record.args else None
+        return about != _NAME and not isinstance(about, Connection)
+
+
+logging.getLogger("psycopg.pool").addFilter(_Told())
+
+
 class Pool:
     """Lends connections, at most `size` at a time."""
 
-    def __init__(self, parameters: dict[str, Any], *, size: int, timeout: float) -> None:
-        self._parameters = parameters
+    def __init__(self, hosts: Hosts, *, size: int, timeout: float) -> None:
+        self._hosts = hosts
         self._size = size
         self._timeout = timeout
         self._mutex = threading.Lock()
         self._pool: psycopg_pool.ConnectionPool[Connection] | None = None
         self._last_error: Exception | None = None
-        self._connecting = False
+        self._dial: Dial | None = None
+        self._dialled_at = -math.inf
         self.lent: set[Connection] = set()
         self.lent_at = -math.inf
         self.returned_at = -math.inf
@@ -86,28 +106,47 @@ class Pool:
     def borrow(self, pool: psycopg_pool.ConnectionPool[Connection]) -> Connection:
         started_at = clock.now()
         failure: Exception | None = None
+        full = self._hosts.full
         while (left := self._give_up_at(started_at) - clock.now()) > 0:
             try:
                 # Asked anew every second, because each request has the pool try to connect: its own attempts come
                 # more and more rarely, and a server that is back should be found at once.
-                return pool.getconn(timeout=min(left, 1.0))
+                return pool.getconn(timeout=min(left, _MOMENT if full else 1.0))
             except psycopg_pool.PoolTimeout as exc:
                 failure = exc
+                full = self._hosts.full
+                if full:
+                    raise StoreUnavailable(
+                        f"no connection to PostgreSQL: {self._hosts.left_over} statements of this process were given up, "
+                        f"and the server neither ended nor cancelled them (see pg_stat_activity)"
+                    ) from None
             except psycopg_pool.PoolClosed as exc:
                 raise StoreUnavailable("this SyncGuard was closed") from exc
-        cause = self._last_error
-        if cause is None and max(self.lent_at, self.returned_at) < clock.now() - self._timeout - LOCK_TIMEOUT - 1.0:
+        waited = clock.now() - started_at
+        raise StoreUnavailable(f"no connection to PostgreSQL in {waited:.1f} s: {self._why_none(pool)}") from failure
+
+    def _why_none(self, pool: psycopg_pool.ConnectionPool[Connection]) -> str:
+        dial, error = self._dial, self._last_error
+        if dial is not None and (dial.said or error is None):
+            return str(dial)
+        if error is not None:
+            return " ".join(str(error).split())
+        quiet_since = max(self.lent_at, self.returned_at, self._dialled_at)
+        if dial is None and quiet_since < clock.now() - self._timeout - LOCK_TIMEOUT - _GIVING_UP:
             self._replace(pool)
-        if cause is not None:
-            detail = " ".join(str(cause).split())
-        else:
-            detail = "the server does not answer" if self._connecting else "all connections of this process are in use"
-        raise StoreUnavailable(f"no connection to PostgreSQL within {self._timeout:g} s: {detail}") from failure
+        if len(self.lent) < self._size:
+            return "this process has lost its connection, to an exception that came into a thread; it gets another one"
+        return f"all {self._size} connections of this process are in use (syncguard_pool_size leaves one for renewals)"
 
     def _give_up_at(self, started_at: float) -> float:
         # The timeout is for a server that does not answer. Where it does, a long queue moves, and whoever gave up and
         # came back would only make it longer.
-        return max(started_at, min(self.returned_at, started_at + LONGEST_QUEUE)) + self._timeout
+        give_up_at = max(started_at, min(self.returned_at, started_at + LONGEST_QUEUE)) + self._timeout
+        dial = self._dial
+        if dial is None:
+            return give_up_at
+        # Every host of the dsn gets its time.
+        return max(give_up_at, min(started_at, dial.started_at) + dial.patience)
 
     def _replace(self, pool: psycopg_pool.ConnectionPool[Connection]) -> None:
         # No statement takes so long: what was lent is lost, to an exception that came into its thread (a soft time limit,
@@ -131,27 +170,28 @@ class Pool:
                     patience = self._timeout + LOCK_TIMEOUT
 
                     @classmethod
-                    def connect(cls, *args: Any, **kwargs: Any) -> Any:
-                        lender._connecting = True
+                    def connect(cls, *_: Any, **kwargs: Any) -> Any:
+                        dial = lender._dial = Dial()
                         try:
-                            conn = super().connect(*args, **kwargs)
+                            conn = lender._hosts.connect(super().connect, dial=dial, **kwargs)
                         except psycopg.Error as exc:
                             lender._last_error = exc
                             raise
                         finally:
-                            lender._connecting = False
+                            lender._dial = None
+                            lender._dialled_at = clock.now()
                         lender._last_error = None
                         return conn
 
                 self._pool = psycopg_pool.ConnectionPool(
-                    kwargs=settings(self._parameters),
+                    kwargs={"autocommit": True, "prepare_threshold": None},
                     connection_class=Remembering,
                     min_size=0,
                     max_size=self._size,
                     max_idle=MAX_IDLE,
                     num_workers=1,
                     reconnect_timeout=min(0.5, self._timeout),
-                    name="syncguard",
+                    name=_NAME,
                     open=True,
                 )
             return self._pool
@@ -196,16 +236,20 @@ class _Loan:
         conn = self._conn
         assert conn is not None
         self._lender.lent.discard(conn)
-        if not conn.closed:
-            self._lender.returned_at = clock.now()
-        self._pool.putconn(conn)
+        try:
+            if conn.active:  # an exception came into this thread in the middle of a statement
+                conn.abandon()
+        finally:
+            if not conn.closed:
+                self._lender.returned_at = clock.now()
+            self._pool.putconn(conn)
 
 
 class Session:
     """One connection for one standing task. `use()` gives it to one thread at a time."""
 
-    def __init__(self, parameters: dict[str, Any], *, timeout: float) -> None:
-        self._parameters = parameters
+    def __init__(self, hosts: Hosts, *, timeout: float) -> None:
+        self._hosts = hosts
         self._timeout = timeout
         self._mutex = threading.Lock()
         self._conn: Connection | None = None
@@ -226,7 +270,7 @@ class Session:
             if self._conn is not None and not (self._conn.usable if look else not self._conn.closed):
                 self._drop()
             if self._conn is None:
-                self._conn = Connection.connect(**settings(self._parameters))
+                self._conn = self._hosts.connect(autocommit=True, prepare_threshold=None)
                 self._conn.patience = self._timeout + LOCK_TIMEOUT
             try:
                 yield self._conn
@@ -249,7 +293,7 @@ class Session:
     def _drop(self) -> None:
         conn, self._conn = self._conn, None
         if conn is not None:
-            conn.close()
+            conn.abandon()
 
     def forget(self) -> None:
         """After a fork."""

@@ -3,7 +3,7 @@
 A statement is repeated on a fresh connection when its connection broke or the server was restarting, for `timeout`
 seconds in all. That is safe because every operation may be repeated: an acquire with the same lock_id answers with the
 same grant. Errors become facts: what cannot be asked is `StoreUnavailable`, what lacks our functions is `SchemaBehind`,
-a wait that hit the lock_timeout is *held* or *busy*.
+and so is a wait that hit the lock_timeout: it says nothing about who holds.
 
 Not here: connections (`connection`, `pool`), waiting for a release (`listen`), the text of the functions (`migrations/`).
 """
@@ -23,9 +23,10 @@ from psycopg import sql
 
 from celery_syncguard import clock
 from celery_syncguard.caller import InSavepoint, caller
-from celery_syncguard.connection import Connection, connection_parameters, describe_dsn
+from celery_syncguard.connection import Connection, connection_parameters, describe_dsn, in_statement_mode
 from celery_syncguard.errors import InvalidKey, LeaseNotVisible, SchemaBehind, StoreUnavailable, SyncGuardError
 from celery_syncguard.events import logger
+from celery_syncguard.hosts import Hosts
 from celery_syncguard.listen import Listener
 from celery_syncguard.pool import Pool, Session
 from celery_syncguard.process import forget_in_children
@@ -40,14 +41,16 @@ WARN_FENCE = 90_000_000_000_000
 
 #: With numbered places for `Connection.call`, others for a cursor.
 _QUERIES = {
-    "acquire": "SELECT to_json({}syncguard_acquire($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12))",
+    "acquire": "SELECT to_json({}syncguard_acquire($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13))",
     "renew": "SELECT lock_id, expires_at_ms FROM {}syncguard_renew(%s, %s, %s)",
     "release": "SELECT to_json({}syncguard_release($1, $2, $3, $4, $5, $6, $7, $8))",
     "release_process": "SELECT to_json({}syncguard_release_process($1))",
     "list": "SELECT * FROM {}syncguard_list(%s, %s)",
     "prune": "SELECT to_json({}syncguard_prune($1, $2))",
     "wait": "SELECT to_json({}syncguard_wait($1, $2))",
-    "claim": "SELECT to_json({}syncguard_claim($1, $2, $3, $4))",
+    # Without waiting for the disk: its confirmation waits, before which nobody relies on it.
+    "claim": "SELECT to_json(claim) FROM set_config('synchronous_commit', 'off', TRUE), "
+    "{}syncguard_claim($1, $2, $3, $4, $5) AS claim",
     "confirm": "SELECT to_json({}syncguard_confirm($1, $2, $3))",
     "unclaim": "SELECT to_json({}syncguard_unclaim($1, $2))",
     "fenced": "SELECT {}syncguard_fenced(%s, %s, %s, %s)",
@@ -72,7 +75,13 @@ where databases.datname = current_database()
 _TRANSIENT = (psycopg.OperationalError, psycopg.InterfaceError, pg.SerializationFailure, pg.DeadlockDetected)
 
 #: Operational errors that another connection would only meet again.
-_FINAL = (pg.LockNotAvailable, pg.QueryCanceled, pg.InvalidPassword, pg.InvalidAuthorizationSpecification)
+_FINAL = (
+    pg.LockNotAvailable,
+    pg.QueryCanceled,
+    pg.InvalidPassword,
+    pg.InvalidAuthorizationSpecification,
+    pg.ProtocolViolation,
+)
 
 _MISSING = (pg.UndefinedFunction, pg.UndefinedTable, pg.UndefinedColumn, pg.InvalidSchemaName)
 
@@ -110,10 +119,10 @@ class PostgresStore:
         self.dsn = dsn
         self.schema = schema
         self.timeout = timeout
-        parameters = connection_parameters(dsn, timeout=timeout)
-        self._pool = Pool(parameters, size=pool_size - 1, timeout=timeout)
-        self._standing = Session(parameters, timeout=timeout)
-        self._listener = Listener(parameters, timeout=timeout)
+        self._hosts = Hosts(connection_parameters(dsn, timeout=timeout))
+        self._pool = Pool(self._hosts, size=pool_size - 1, timeout=timeout)
+        self._standing = Session(self._hosts, timeout=timeout)
+        self._listener = Listener(self._hosts, timeout=timeout)
         self._queries: dict[str, bytes] = {}
         forget_in_children(self)
 
@@ -136,20 +145,17 @@ class PostgresStore:
             request.claim_key,
             None if request.claim_ttl is None else _ms(request.claim_ttl),
             request.call_id,
+            None if request.claim_wait is None else _ms(request.claim_wait),
         )
-        try:
-            # Not counted from here: a busy process may queue for a connection for longer than a ttl. But from the first
-            # time, because a request that is repeated is answered with the same grant.
-            sent: list[float] = []
+        # Not counted from here: a busy process may queue for a connection for longer than a ttl. But from the first time,
+        # because a request that is repeated is answered with the same grant.
+        sent: list[float] = []
 
-            def ask(conn: Connection) -> Any:
-                sent.append(clock.now())
-                return conn.call(self._query("acquire", conn), parameters)
+        def ask(conn: Connection) -> Any:
+            sent.append(clock.now())
+            return conn.call(self._query("acquire", conn), parameters)
 
-            row = self.run(ask)
-        except _Busy:
-            # Somebody is busy with this very key, for longer than we care to wait. Who, we were not told.
-            return Held(key=request.key, lock_id=None, fence=None, since=0.0, remaining=0.0)
+        row = self.run(ask)
         outcome, now_ms, fence = row["outcome"], row["now_ms"], row["fence"]
         acquired, expires = row["acquired_at_ms"], row["expires_at_ms"]
         if outcome == "granted":
@@ -220,7 +226,8 @@ class PostgresStore:
             return bool(self._call("release", parameters))
         except _Busy as exc:
             raise StoreUnavailable(
-                f"the lock row of {release.key!r} is locked by a transaction that called fenced() and has not ended"
+                f"the lock row of {release.key!r} is locked by another transaction: one that called fenced() and has not "
+                f"ended, or a renewal whose commit waits"
             ) from exc
 
     def release_process(self, process: str) -> Buried:
@@ -260,8 +267,8 @@ class PostgresStore:
 
     # Claims
 
-    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None) -> Claim:
-        row = self._call("claim", (key, task_id, _ms(ttl), holder))
+    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None, again: bool = False) -> Claim:
+        row = self._call("claim", (key, task_id, _ms(ttl), holder, again))
         return Claim(
             key=key,
             task_id=row["task_id"],
@@ -327,9 +334,9 @@ class PostgresStore:
         except Exception as exc:
             if _sqlstate(exc) == "SG004":
                 raise InSavepoint(
-                    f"the lease on {parameters[0]!r} is proved inside a savepoint first, and a rollback to it would end the "
-                    f"proof: call lease.fenced(connection) once in the transaction, before its first savepoint, or use "
-                    f"lease.transaction(connection) in place of that savepoint",
+                    f"the lease on {parameters[0]!r} is proved inside a savepoint first (a block in an open transaction is one), "
+                    f"and a rollback to it would end the proof: call lease.fenced(connection) once in the transaction, before "
+                    f"its first savepoint, or use lease.transaction(connection) in place of that savepoint",
                     key=parameters[0],
                     what="lease.fenced()",
                     kind=caller(conn).kind,
@@ -357,6 +364,7 @@ class PostgresStore:
         return self._pool.connection()
 
     def forget(self) -> None:
+        self._hosts.forget()
         self._pool.forget()
         self._standing.forget()
         self._listener.forget()
@@ -447,10 +455,16 @@ def fact(exc: psycopg.Error, *, dsn: str, schema: str | None) -> SyncGuardError:
     where = describe_dsn(dsn)
     text = " ".join((exc.diag.message_primary or str(exc)).split())
     if isinstance(exc, pg.LockNotAvailable):
-        return _Busy(f"{where}: a row of ours is locked by another transaction: {text}")
+        return _Busy(
+            f"{where}: what we wait for is locked by another transaction, one that does not end or whose commit waits for "
+            f"a standby (see pg_stat_activity): {text}"
+        )
     if isinstance(exc, _MISSING):
         place = f"schema {schema!r} of {where}" if schema else where
         return SchemaBehind(f"{place} lacks syncguard's tables or functions ({text}): run `celery syncguard migrate`")
+    if isinstance(exc, pg.ProgramLimitExceeded) and exc.diag.context is None:
+        # Not from inside a function of ours, so it was the commit. Repeated, the release sees that the queue is full.
+        return StoreUnavailable(f"{where}: {text}: a session that listens stands still in a transaction")
     if isinstance(exc, (psycopg.DataError, pg.ProgramLimitExceeded)):
         # Time does not cure it, and a task that came back with it would come back for ever.
         return InvalidKey(f"{where} cannot store this key, holder or task id: {text}")
@@ -461,7 +475,14 @@ def fact(exc: psycopg.Error, *, dsn: str, schema: str | None) -> SyncGuardError:
             f"that is missing"
         )
     if isinstance(exc, pg.ReadOnlySqlTransaction):
-        return StoreUnavailable(f"{where} is read-only (a standby, or default_transaction_read_only): {text}")
+        return StoreUnavailable(
+            f"{where} is read-only (a standby, default_transaction_read_only, or a pooler that sends us to a standby): {text}"
+        )
+    if in_statement_mode(exc):
+        return StoreUnavailable(
+            f"{where} is a pooler in statement mode, where no lock can be proved in a transaction: set pool_mode = "
+            f"transaction, or point syncguard_dsn past the pooler"
+        )
     if exc.sqlstate == "SG001":
         return SyncGuardError(f"{where}: {text}: the counter of this key has left its range and must be repaired")
     return StoreUnavailable(f"{where}: {text}")

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from celery import Task, current_task
 from celery.app.task import Context
+from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import EagerResult
 from celery.signals import task_postrun
 from celery.states import SUCCESS
@@ -95,10 +96,11 @@ class LockedTask(Task):  # type: ignore[misc]
         cls = type(self)
         # A base's plan is not ours.
         found: Plan | None = cls.__dict__.get("_plan")
-        if found is None or found.body is not cls.run:
+        own = self.__dict__.get("run") if cls.run is Task.run else None
+        if found is None or found.body is not (own or cls.run):
             if "_plan" not in cls.__dict__:
                 cls._prepare(self.app)
-            found = cls._plan = Plan.of_class(cls, lock_ttl=binding.settings_for(self.app).lock_ttl)
+            found = cls._plan = Plan.of_class(cls, lock_ttl=binding.settings_for(self.app).lock_ttl, own=own)
         return found
 
     # Publishing
@@ -131,10 +133,9 @@ class LockedTask(Task):  # type: ignore[misc]
             return self._publish(args, kwargs, task_id, producer, link, link_error, shadow, **options)
         except Exception as exc:
             call = dict(options, task_id=task_id)
-            is_trouble = isinstance(exc, (OperationalError, EncodeError)) and not is_refusal(exc)
-            if is_trouble or not dedup.follows(call):
-                raise
-            return self._fail_unsent(exc, args, kwargs, link_error, call)
+            if _is_own_fault(exc) and dedup.follows(call) and not self.app.conf.task_always_eager:
+                return self._fail_unsent(exc, args, kwargs, link_error, call)
+            raise
 
     def _publish(  # noqa: PLR0917 - as `apply_async`
         self,
@@ -234,20 +235,21 @@ class LockedTask(Task):  # type: ignore[misc]
         Raises:
             ImproperlyConfigured: always, unless the task has no key.
         """
-        self._refuse_plain_calls("map")
+        self.refuse_plain_calls("map")
         return super().map(it)
 
     def starmap(self, it: Any) -> Any:
         """See `map`."""
-        self._refuse_plain_calls("starmap")
+        self.refuse_plain_calls("starmap")
         return super().starmap(it)
 
     def chunks(self, it: Any, n: int) -> Any:
         """See `map`."""
-        self._refuse_plain_calls("chunks")
+        self.refuse_plain_calls("chunks")
         return super().chunks(it, n)
 
-    def _refuse_plain_calls(self, canvas: str) -> None:
+    def refuse_plain_calls(self, canvas: str) -> None:
+        """For `gate` too, to which such a canvas comes when it was made without the task, or by name."""
         options = self.plan().options
         if options.lock_key or options.dedup_key or options.run_once:
             raise ImproperlyConfigured(
@@ -285,6 +287,13 @@ class LockedTask(Task):  # type: ignore[misc]
                 header["claimed"] = True
             options["headers"] = {**request.headers, HEADER: header}
         return super().signature_from_request(request, args, kwargs, queue=queue, **options)
+
+    def on_replace(self, sig: Any) -> Any:
+        """As Celery's. What comes in this task's place may need the same lock, also where it runs inside of the body."""
+        run = self._run_of_request()
+        if run is not None and run.lease is not None and self.request.is_eager:
+            run.give_up_lease()
+        return super().on_replace(sig)
 
     # Running
 
@@ -343,6 +352,14 @@ class LockedTask(Task):  # type: ignore[misc]
         from celery_syncguard.stamps import clock_for
 
         return clock_for(self.app)
+
+
+def _is_own_fault(exc: Exception) -> bool:
+    """Whether a publish failed because of the task, not because the broker could not be reached or the process is short of time
+    or memory.
+    """
+    trouble = (OperationalError, EncodeError, SoftTimeLimitExceeded, MemoryError)
+    return is_refusal(exc) or not isinstance(exc, trouble)
 
 
 class _EagerlySkipped(EagerResult):  # type: ignore[misc]

@@ -93,8 +93,8 @@ class Timekeeper:
         if self._away_since is None:
             self._away_since = here
             logger.warning(
-                "the database's clock jumped by %s s; slots go on by this host's clock as long as that may be over soon: "
-                "look after the time of the database's host",
+                "the database's clock jumped by %s s; slots go on by the time from before for now: synchronise the clock "
+                "of the database's host",
                 _signed(away),
             )
         if not self._followed(reading, carried):

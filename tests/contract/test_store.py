@@ -77,7 +77,7 @@ class ReadThenWrite(PostgresStore):
     def acquire(self, request: Acquire) -> Grant | Held:
         def work(conn: psycopg.Connection[Any]) -> Grant | Held:
             if conn.execute("select 1 from syncguard_locks where key = %s", (request.key,)).fetchone():
-                return Held(key=request.key, lock_id=None, fence=None, since=0.0, remaining=0.0)
+                return Held(key=request.key, lock_id="", fence=0, since=0.0, remaining=0.0)
             conn.execute(
                 "insert into syncguard_locks as l (key, lock_id, expires_at_ms, acquired_at_ms, fence, user_key)"
                 " values (%s, %s, 0, 0, '', '') on conflict (key) do update set lock_id = excluded.lock_id",

@@ -201,3 +201,66 @@ print("ok")
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, cwd=ROOT
     )
     assert done.stdout == "ok\n", done.stderr
+
+
+@pytest.fixture
+def replacing(app):
+    """A task that puts another with its own key in its place; answers with the keys that are locked meanwhile."""
+
+    def locked():
+        return [row.key for row in guard_of(app).locks()]
+
+    @app.task(shared=False, base=LockedTask, bind=True, lock_key="{key}", lock_min_hold=60)
+    def inner(self, key):
+        return "inner", locked(), self.lease.key
+
+    @app.task(shared=False, base=LockedTask, bind=True, lock_key="{key}", lock_min_hold=60)
+    def outer(self, key, of_inner):
+        assert locked() == [key]
+        return self.replace(inner.s(of_inner))
+
+    return outer
+
+
+@pytest.mark.parametrize("inner", ["a", "b"])
+def test_what_a_body_puts_in_its_own_place_gets_the_same_lock(replacing, inner):
+    """As in a worker, where it comes after the body. Control: `test_a_nested_call_with_the_same_key_fails_at_once`."""
+    assert replacing.apply(("a", inner)).get() == ("inner", [inner], inner)
+
+
+def test_what_took_a_body_s_place_keeps_its_own_min_hold(app, replacing):
+    assert replacing.apply(("a", "b")).successful()
+    assert [row.key for row in guard_of(app).locks()] == ["b"]
+
+
+def test_a_stored_eager_result_says_what_a_worker_s_would(app):
+    app.conf.update(task_store_eager_result=True)
+
+    @app.task(shared=False, base=LockedTask, lock_key="a", lock_on_held="skip")
+    def skipping():
+        """Does not run."""
+
+    @app.task(shared=False, base=LockedTask, run_once="work")
+    def once(n):
+        return n
+
+    with guard_of(app).hold("a", holder="the test"):
+        result = skipping.apply()
+    stored = app.AsyncResult(result.id)
+    assert (stored.state, stored.result.holder) == (SKIPPED, "the test")
+    assert once.apply((1,)).get() == 1
+    again = once.apply((2,))
+    assert again.get() == 1
+    assert app.AsyncResult(again.id).result == 1
+
+
+def test_without_stored_eager_results_there_is_nothing_to_answer_with(app):
+    """The negative control, and what the documents say."""
+
+    @app.task(shared=False, base=LockedTask, run_once="work")
+    def once(n):
+        return n
+
+    assert once.apply((1,)).get() == 1
+    again = once.apply((2,))
+    assert (again.state, again.get()) == ("SUCCESS", None)

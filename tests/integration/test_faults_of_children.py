@@ -8,6 +8,8 @@ import uuid
 import pytest
 from celery import Celery, Task, chain, group
 from celery.app import trace
+from celery.app.task import Context
+from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_syncguard import ImproperlyConfigured, InvalidKey, LockedTask, binding, dedup
 
@@ -195,8 +197,9 @@ def test_what_a_body_sends_itself_still_raises_there(app):
         return "raised"
 
     tracer = trace.build_tracer("publisher", app.tasks["publisher"], app=app)
-    tracer("t", (), {}, {"id": "t", "delivery_info": {}, "args": (), "kwargs": {}})
-    assert app.AsyncResult("t").result == "raised"
+    task_id = uuid.uuid4().hex
+    tracer(task_id, (), {}, {"id": task_id, "delivery_info": {}, "args": (), "kwargs": {}})
+    assert app.AsyncResult(task_id).result == "raised"
 
 
 def test_without_our_catching_a_child_s_fault_is_its_parent_s(app, parent, faulty, monkeypatch):
@@ -206,3 +209,48 @@ def test_without_our_catching_a_child_s_fault_is_its_parent_s(app, parent, fault
     with pytest.raises(AssertionError):
         parent(callbacks=[faulty])
     assert "on_failure" in app.hooks
+
+
+def test_an_eager_application_that_wants_its_exceptions_gets_them(app):
+    app.conf.update(task_always_eager=True, task_eager_propagates=True)
+
+    @app.task(base=LockedTask, shared=False, name="failing", lock_key=None)
+    def failing(n):
+        raise LookupError("the child's own")
+
+    @app.task(base=PlainParent, shared=False, name="parent")
+    def parent():
+        """Ends well."""
+
+    with pytest.raises(LookupError, match="the child's own"):
+        parent.apply_async(link=failing.s())
+
+
+def test_a_time_limit_that_strikes_while_a_callback_is_sent_is_the_parent_s(app, monkeypatch):
+    monkeypatch.setattr(dedup, "publish", lambda *args, **kwargs: (_ for _ in ()).throw(SoftTimeLimitExceeded))
+
+    @app.task(base=Task, shared=False, name="parent")
+    def parent():
+        """Ends well."""
+
+    tracer = trace.build_tracer("parent", app.tasks["parent"], app=app)
+    callbacks, task_id = [dict(app.tasks["ok"].s())], uuid.uuid4().hex
+    tracer(task_id, (), {}, {"id": task_id, "delivery_info": {}, "args": (), "kwargs": {}, "callbacks": callbacks})
+    assert app.AsyncResult(task_id).state == "FAILURE"
+
+
+def test_an_errback_that_a_worker_s_main_process_cannot_send_fails_by_itself(app, faulty, monkeypatch):
+    """For a task whose process died there is no current task."""
+
+    def fail():
+        task_id = uuid.uuid4().hex
+        request = Context(id=task_id, errbacks=[dict(faulty)], delivery_info={}, args=(), kwargs={})
+        app.backend.mark_as_failure(task_id, LookupError("its process died"), request=request)
+        assert app.AsyncResult(task_id).state == "FAILURE"
+
+    # The negative control: anybody else who gives a parent is told.
+    with pytest.raises((ImproperlyConfigured, InvalidKey)):
+        fail()
+    monkeypatch.setattr("celery_syncguard.worker.is_worker", lambda: True)
+    fail()
+    faulty.check()

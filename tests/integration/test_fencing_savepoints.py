@@ -164,6 +164,25 @@ def test_a_transaction_in_a_transaction_stays_fenced_when_its_savepoint_is_rolle
     assert isinstance(take(guard), Grant)
 
 
+@pytest.mark.parametrize("caught", ["inside", "outside"])
+def test_it_stays_fenced_at_every_isolation_level(
+    guard: SyncGuard, conn: psycopg.Connection[Any], db: Any, caught: str
+) -> None:
+    lease = paused(guard)
+    with conn.transaction():
+        conn.execute("select 1")
+        with pytest.raises((Stop, psycopg.errors.UniqueViolation)), lease.transaction(conn):
+            if caught == "outside":
+                conn.execute(INSERT)
+            with pytest.raises(psycopg.errors.UniqueViolation), lease.transaction(conn):
+                conn.execute(INSERT)
+            raise Stop
+        expire(db)
+        assert isinstance(take(guard), Held)
+        conn.execute(UPDATE)
+    assert isinstance(take(guard), Grant)
+
+
 def test_a_proof_inside_a_savepoint_is_refused_and_one_before_it_is_not(
     guard: SyncGuard, library: Library, db: Any
 ) -> None:

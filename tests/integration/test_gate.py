@@ -8,7 +8,7 @@ import functools
 import uuid
 
 import pytest
-from celery import Celery, Task
+from celery import Celery, Task, signals
 from celery.app import trace
 
 from celery_syncguard import ImproperlyConfigured, LockedTask, LockHeld, NoLease, binding, gate
@@ -165,6 +165,8 @@ def test_a_body_is_locked_however_it_came_to_be(app, run, make, retrying):
     assert run(task, "a") == ("SUCCESS", ["k:a"])
     assert keys(app) == []
     assert task("a") == [], "a plain call takes no lock"
+    # Which is what makes a worker see to what a killed child held.
+    assert app in binding._bindings
 
 
 @pytest.mark.parametrize("make", [inherited, body_in_call])
@@ -216,6 +218,16 @@ def test_a_body_that_is_set_later_has_keys_of_its_own_parameters(app, run):
 
     T.run = later
     assert run(task, "x", "a") == ("SUCCESS", ["k:a"])
+
+
+def test_a_task_whose_class_has_no_body_has_keys_of_the_one_that_it_was_given(app, run):
+    class T(LockedTask):
+        name = "t"
+        lock_key = "k:{key}"
+
+    task = app.register_task(T())
+    task.run = lambda key, other=None: keys(app)
+    assert run(task, "a") == ("SUCCESS", ["k:a"])
 
 
 def test_a_call_that_is_set_later_is_locked(app, run):
@@ -405,6 +417,34 @@ def test_a_plain_call_before_the_delivery_has_no_lease(app, run):
     assert run(f, "real") == ("SUCCESS", "k")
 
 
+def test_a_call_in_a_receiver_of_celery_s_signal_is_plain(app, run):
+    calls = []
+
+    @app.task(shared=False, bind=True, base=LockedTask, lock_key="k", run_once=True)
+    def f(self, what):
+        calls.append((what, keys(app)))
+
+    def probe(task=None, **_):
+        task("probe")
+
+    signals.task_prerun.connect(probe)
+    signals.task_postrun.connect(probe)
+    try:
+        run(f, "real")
+    finally:
+        signals.task_prerun.disconnect(probe)
+        signals.task_postrun.disconnect(probe)
+    assert calls == [("probe", []), ("real", ["k"]), ("probe", [])]
+
+
+def test_a_body_that_calls_its_task_does_it_inside_its_own_lock(app, run):
+    @app.task(shared=False, bind=True, base=LockedTask, lock_key="{n}", run_once=True)
+    def f(self, n):
+        return [keys(app), self(n - 1)] if n else keys(app)
+
+    assert run(f, 2) == ("SUCCESS", [["2"], [["2"], ["2"]]])
+
+
 async def coroutine(self):
     """Does not run."""
 
@@ -460,3 +500,12 @@ def test_an_async_function_that_is_run_by_its_decorator_is_a_body(app, run):
         return keys(app)
 
     assert run(f, 1) == ("SUCCESS", ["k:1"])
+
+
+def test_a_worker_with_a_pool_that_calls_bodies_elsewhere_does_not_start(capsys):
+    pool = type("AsyncIOPool", (), {"__module__": "celery_aio_pool.pool"})
+    with pytest.raises(SystemExit):
+        binding._check_pool(pool)
+    assert "start this worker with another pool" in capsys.readouterr().err
+    for name in ("prefork", "threads", "solo"):
+        binding._check_pool(name)

@@ -221,11 +221,12 @@ def test_a_callback_that_the_broker_refuses_fails_by_itself(make, full_queue):
     app = make(task_queues=[full_queue], result_backend="cache+memory://")
     task = deduplicated(app)
     app.task(shared=False, name="parent")(body)
-    link = dict(task.s().set(queue=full_queue.name, task_id="the callback"))
+    parent_id, child_id = uuid.uuid4().hex, uuid.uuid4().hex
+    link = dict(task.s().set(queue=full_queue.name, task_id=child_id))
     tracer = trace.build_tracer("parent", app.tasks["parent"], app=app)
-    tracer("t", (1,), {}, {"id": "t", "delivery_info": {}, "args": (1,), "kwargs": {}, "callbacks": [link]})
-    assert app.AsyncResult("t").state == "SUCCESS"
-    assert app.AsyncResult("the callback").state == "FAILURE"
+    tracer(parent_id, (1,), {}, {"id": parent_id, "delivery_info": {}, "args": (1,), "kwargs": {}, "callbacks": [link]})
+    assert app.AsyncResult(parent_id).state == "SUCCESS"
+    assert app.AsyncResult(child_id).state == "FAILURE"
 
 
 def test_who_has_asked_for_receipts_himself_gets_the_error(make, full_queue):

@@ -222,6 +222,22 @@ def test_a_rollback_returns_the_number(begin):
         assert revisions.next_revision(conn, owner) == 1
 
 
+def test_a_rollback_to_a_savepoint_returns_the_number_and_the_owner(dsn):
+    """Somebody else allocates meanwhile; who goes on after the rollback and allocates again comes after that."""
+    owner = uuid.uuid4()
+    with psycopg.connect(dsn) as first, psycopg.connect(dsn) as second:
+        revisions.ensure_owner(first, owner)
+        first.commit()
+        with first.transaction():
+            with pytest.raises(Stop), first.transaction():
+                assert revisions.next_revision(first, owner) == 1
+                raise Stop
+            with second.transaction():
+                second.execute("set local lock_timeout = '1s'")
+                assert revisions.next_revision(second, owner) == 1
+            assert revisions.next_revision(first, owner) == 2
+
+
 def test_ensure_owner_again_never_resets(begin):
     owner = uuid.uuid4()
     with begin() as conn:

@@ -9,6 +9,7 @@ import uuid
 import zoneinfo
 
 import pytest
+from asgiref.sync import async_to_sync
 from celery import Celery, Task
 from kombu.exceptions import EncodeError
 
@@ -642,3 +643,21 @@ def test_a_long_run_key_makes_a_lock_of_its_own(app):
     for url in ("x" * 511 + "1", "x" * 511 + "2"):
         f.delay(url)
     assert len(set(keys)) == 2
+
+
+def test_a_body_that_shows_no_parameters_needs_keyword_arguments(app):
+    """Django's `async_to_sync`, for example."""
+
+    class T(LockedTask):
+        name = "t"
+        lock_key = "sync:{account}"
+
+        @async_to_sync
+        async def run(self, account):
+            """Nothing runs it."""
+
+    f = app.register_task(T())
+    f.delay(account=1)
+    assert published_keys(app) == ["sync:1"]
+    with pytest.raises(InvalidKey, match="as a keyword argument"):
+        f.delay(1)

@@ -177,6 +177,26 @@ def test_a_tick_ends_in_a_second_or_two_however_many_entries_there_are_to_look_a
     assert most <= 8
 
 
+def test_a_slot_that_is_sent_costs_no_comparison_of_the_whole_schedule(scheduler, monkeypatch):
+    """A change is seen within a second nevertheless."""
+    hand = Clock(monkeypatch)
+    app = make_app({f"{number}": every(10) for number in range(200)}, syncguard_leader_ttl=3600)
+    one = lead(scheduler(app))
+    compared = []
+    right = one._inner.schedules_equal
+    monkeypatch.setattr(one._inner, "schedules_equal", lambda *args: compared.append(args) or right(*args))
+    hand.ahead += 11
+    for _ in range(1000):  # one slot a tick
+        if len(sent(one)) >= 200:
+            break
+        one.tick()
+    assert len(sent(one)) >= 200
+    assert len(compared) < 20
+    del one._inner.schedule["7"]
+    hand.ahead += 1.1
+    poll(lambda: one.tick() is not None and "7" not in {event.entry.name for event in one._inner._heap})
+
+
 class AllInOneTick(beat.Scheduler):
     """A class with a tick of its own, which returns when all has been looked at."""
 

@@ -68,7 +68,3 @@ def test_lock_held_says_who_since_when_and_for_how_long() -> None:
     assert "26.5 s" in str(error)
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.task_id, copy.holder, copy.since, copy.fence) == ("t", "worker on host", 3.25, 7)
-
-
-def test_lock_held_knows_no_fence_where_the_store_was_too_busy_to_say() -> None:
-    assert lock_held(Held(key="k", lock_id=None, fence=None, since=0.0, remaining=0.0)).fence is None

@@ -1,0 +1,68 @@
+"""What `doctor` says of the way to the server: several hosts, and poolers."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import psycopg
+import pytest
+
+from celery_syncguard import SyncGuard, doctor, errors, migrate
+from celery_syncguard.config import Settings
+from celery_syncguard.doctor import examine
+from tests.fixtures.servers import PgBouncer
+
+
+def checks(dsn: str, **settings: Any) -> dict[str, doctor.Check]:
+    return {check.name: check for check in examine(Settings(dsn=dsn, **settings))}
+
+
+def test_each_host_is_looked_at_by_itself(pg_dsn: str) -> None:
+    facts = psycopg.conninfo.conninfo_to_dict(pg_dsn)
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        port = hanging.getsockname()[1]
+        dsn = pg_dsn.replace("@", f"@127.0.0.1:{port},", 1)
+        found = checks(f"{dsn}?target_session_attrs=read-write", timeout=1)
+    dead = found[f"host 127.0.0.1:{port}"]
+    assert (dead.status, "timeout" in dead.message) == ("warn", True)
+    assert found[f"host 127.0.0.1:{facts['port']}"].message == "a primary"
+    assert {one.status for name, one in found.items() if not name.startswith("host") and name != "settings"} == {"ok"}
+    assert not [name for name in checks(pg_dsn) if name.startswith("host")], "nothing to tell of a single one"
+
+
+def test_a_pooler_in_statement_mode_is_called_by_its_name_everywhere(pg_dsn: str) -> None:
+    port = int(psycopg.conninfo.conninfo_to_dict(pg_dsn)["port"])
+    with PgBouncer(upstream_port=port, mode="statement") as pooler:
+        dsn = pooler.dsn(pg_dsn.rpartition("/")[2])
+        found = checks(dsn)
+        assert found["pooler"].status == "fail"
+        assert "pool_mode = transaction" in found["pooler"].fix
+        assert "broke off" not in str(found)
+        with SyncGuard(dsn, timeout=5) as guard:
+            store: Any = guard.store
+            with pytest.raises(errors.StoreUnavailable, match="statement mode.*pool_mode = transaction"):
+                store.run(lambda conn: migrate.check(conn, schema=None, where="here"))
+
+
+class Session:
+    """Behind pgpool-II with a standby, where what calls no volatile function may run."""
+
+    def __init__(self, primary: int, standby: int) -> None:
+        self._pids = primary, standby
+        self._pid = 0
+
+    def execute(self, query: bytes, _parameters: Any = None) -> Session:
+        self._pid = self._pids[b"pg_is_in_recovery()" not in query]
+        return self
+
+    def fetchone(self) -> tuple[int]:
+        return (self._pid,)
+
+
+def test_a_pooler_that_balances_is_known_by_where_its_reads_go() -> None:
+    balanced: Any = [Session(1, 2), Session(3, 4)]
+    check = doctor._pooler(balanced)
+    assert (check.status, "pgpool" in check.message) == ("warn", True)
+    direct: Any = [Session(1, 1), Session(3, 3)]
+    assert doctor._pooler(direct).status == "ok"
