@@ -150,7 +150,8 @@ class LockedTask(Task):  # type: ignore[misc]
     ) -> Any:
         overrides = take_overrides(options)
         plan = self.plan()
-        header = header_of(options.get("headers"))
+        # What a body hands on to another task (`headers=self.request.headers`) is about the body's own message.
+        header = header_of(options.get("headers")) if "retries" in options else {}
         if options.get("serializer"):
             header["serializer"] = options["serializer"]
         if args is not None and not isinstance(args, (list, tuple)):

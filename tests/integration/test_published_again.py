@@ -141,6 +141,24 @@ def test_who_publishes_first_may_send_to_several_queues(in_memory):
     assert "x-death" not in headers
 
 
+def test_a_task_that_gets_the_headers_of_another_one_has_keys_of_its_own(in_memory):
+    """Bodies hand headers on, for those of the user in them."""
+    app = in_memory.app
+
+    def body(self, n):
+        other.apply_async((2,), headers=self.request.headers)
+
+    task = app.task(base=LockedTask, bind=True, shared=False, name="work", lock_key="{n}", run_once="{n}")(body)
+    other = app.task(base=LockedTask, shared=False, name="other", lock_key="other:{n}")(does_nothing)
+    task.apply_async((1,), headers={"x-mine": "kept"})
+    before = in_memory.take()
+    in_memory.run(before, task)
+    after = in_memory.take()
+    assert after.headers["x-mine"] == "kept"
+    assert after.headers["syncguard"].pop("call") != before.headers["syncguard"]["call"]
+    assert after.headers["syncguard"] == {"key": "other:2"}
+
+
 # --- a task id that is used again -------------------------------------------------------------------------------------
 
 

@@ -152,7 +152,7 @@ def test_whatever_publishes_waits_for_the_brokers_answer(make, rabbit, pg_dsn, h
         else:
             # A message that comes back under the claim that it has, as a retry does.
             binding.guard_for(app).store.claim("1", task_id="t", ttl=60)
-            task.apply_async((1,), task_id="t", headers={"syncguard": {"claim": "1", "claimed": True}})
+            task.apply_async((1,), task_id="t", headers={"syncguard": {"claim": "1", "claimed": True}}, retries=1)
     assert lost.is_set()
     if how != "retry":  # whose task goes on to fail, and ends its claim
         assert claims(pg_dsn) == {}
