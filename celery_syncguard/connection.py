@@ -130,6 +130,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._direct: bool | None = None  # not known yet
+        self.last_words = ""  # what the server said to a cancel
         self._statements: dict[bytes, bytes | None] = {}
 
     def wait(self, gen: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
@@ -174,6 +175,9 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         # What a server says unasked is its goodbye, nearly always; a connection too many is no loss.
         return not _readable(self.pgconn.socket, 0.0)
 
+    def _hear(self, notice: psycopg.errors.Diagnostic) -> None:
+        self.last_words = f": {notice.message_primary}"
+
     @property
     def active(self) -> bool:
         """Whether it is in the middle of a statement."""
@@ -188,6 +192,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
             self.close()
             return
         pgconn = self.pgconn
+        self.add_notice_handler(self._hear)
         if self.leave is None or (cancelled(pgconn, timeout=_CANCEL) and ended(pgconn, timeout=_CANCEL)):
             pgconn.finish()
             return
@@ -229,7 +234,9 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
                 ready = yield wanted
                 if not ready and clock.now() >= give_up_at:
                     self.abandon()
-                    raise psycopg.OperationalError(f"the server did not answer within {self.patience:g} s")
+                    raise psycopg.OperationalError(
+                        f"the server did not answer within {self.patience:g} s{self.last_words}"
+                    )
                 wanted = gen.send(ready)
         except StopIteration as stop:
             return stop.value
