@@ -40,7 +40,7 @@ from celery_syncguard.message import HEADER, claim_of
 from celery_syncguard.postgres import PostgresStore
 from celery_syncguard.process import child_process_id, process_id
 
-__all__ = ["GuardedRequest", "start", "stop"]
+__all__ = ["GuardedRequest", "is_worker", "start", "stop"]
 
 #: Seconds for which freeing a dead child's leases is tried again.
 _PATIENCE = 3600.0
@@ -104,6 +104,11 @@ def _check_server(conn: Any) -> None:
         raise SyncGuardError("the server is a standby (in recovery): point syncguard_dsn at the primary")
     if row[1] == "on":
         raise SyncGuardError("default_transaction_read_only is on for this role or database: locks need to write")
+
+
+def is_worker() -> bool:
+    """Whether this process is a worker's, or a child of one."""
+    return _undertaker.is_bound
 
 
 def stop() -> None:
@@ -232,6 +237,10 @@ class _Undertaker:
         self._loop = Loop("syncguard-undertaker", self._step)
         self._worker: Any = None
         self._binding: Any = None
+
+    @property
+    def is_bound(self) -> bool:
+        return self._worker is not None
 
     def bind(self, worker: Any, binding: Any) -> None:
         self._reset()
