@@ -39,7 +39,7 @@ _NETWORK = {
     "application_name": "celery-syncguard",
 }
 
-#: Seconds that a request to cancel may take, and that the answer to what it cancelled may take after that.
+#: Seconds that a request to cancel may take, and for which it is repeated until what it cancels has ended.
 _CANCEL = 1.0
 
 #: SQLSTATE invalid_sql_statement_name.
@@ -193,7 +193,14 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
             return
         pgconn = self.pgconn
         self.add_notice_handler(self._hear)
-        if self.leave is None or (cancelled(pgconn, timeout=_CANCEL) and ended(pgconn, timeout=_CANCEL)):
+        give_up_at = clock.now() + _CANCEL
+        has_ended = False
+        # More than once: a request that comes before the statement has begun is forgotten.
+        while not has_ended and cancelled(pgconn, timeout=_CANCEL):
+            has_ended = ended(pgconn, timeout=_CANCEL / 4)
+            if clock.now() >= give_up_at:
+                break
+        if has_ended or self.leave is None:
             pgconn.finish()
             return
         # To everybody else it is closed: this one was never open.
