@@ -113,9 +113,16 @@ def queue_of(app: Any, delivery_info: Mapping[str, Any] | None) -> Any:
 
 
 def is_broadcast(app: Any, delivery_info: Mapping[str, Any] | None) -> bool:
-    """Whether a message came through a fanout exchange of the application, which hands one to each of its queues."""
-    exchange = (delivery_info or {}).get("exchange")
-    return bool(exchange) and any(
-        queue.exchange and queue.exchange.name == exchange and queue.exchange.type == "fanout"
-        for queue in app.amqp.queues.values()
-    )
+    """Whether every worker gets what is sent where a message came from: a fanout exchange hands it to each of its queues, a
+    stream queue to each of its consumers.
+    """
+    exchange = (delivery_info or {}).get("exchange") or ""
+    routing_key = (delivery_info or {}).get("routing_key")
+    for queue in app.amqp.queues.values():
+        if queue.exchange and queue.exchange.type == "fanout" and queue.exchange.name == exchange:
+            return True
+        if (queue.queue_arguments or {}).get("x-queue-type") == "stream":
+            direct = queue.name == routing_key if not exchange else queue.routing_key == routing_key
+            if direct and (not exchange or queue.exchange.name == exchange):
+                return True
+    return False
