@@ -29,7 +29,7 @@ class Plan:
 
     def __init__(self, options: TaskOptions, signature: inspect.Signature, body: Any) -> None:
         self.options = options
-        #: What `run` of the class was.
+        #: What `run` was.
         self.body = body
         self._parameters = Parameters(signature)
         self._entries = self._entries_of(options)
@@ -40,10 +40,14 @@ class Plan:
         }
 
     @classmethod
-    def of_class(cls, task: type, *, lock_ttl: float | None) -> Plan:
-        """Raises ImproperlyConfigured: an option that cannot be meant, or a template that does not fit the signature."""
+    def of_class(cls, task: type, *, lock_ttl: float | None, own: Any = None) -> Plan:
+        """`own` is as `signature_of` has it.
+
+        Raises:
+            ImproperlyConfigured: an option that cannot be meant, or a template that does not fit the signature.
+        """
         options = TaskOptions.of_class(task, lock_ttl=DEFAULT_TTL if lock_ttl is None else lock_ttl)
-        return cls(options, signature_of(task), getattr(task, "run", None))
+        return cls(options, signature_of(task, own), getattr(task, "run", None) if own is None else own)
 
     def complete(
         self,

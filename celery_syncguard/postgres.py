@@ -41,14 +41,16 @@ WARN_FENCE = 90_000_000_000_000
 
 #: With numbered places for `Connection.call`, others for a cursor.
 _QUERIES = {
-    "acquire": "SELECT to_json({}syncguard_acquire($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12))",
+    "acquire": "SELECT to_json({}syncguard_acquire($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13))",
     "renew": "SELECT lock_id, expires_at_ms FROM {}syncguard_renew(%s, %s, %s)",
     "release": "SELECT to_json({}syncguard_release($1, $2, $3, $4, $5, $6, $7, $8))",
     "release_process": "SELECT to_json({}syncguard_release_process($1))",
     "list": "SELECT * FROM {}syncguard_list(%s, %s)",
     "prune": "SELECT to_json({}syncguard_prune($1, $2))",
     "wait": "SELECT to_json({}syncguard_wait($1, $2))",
-    "claim": "SELECT to_json({}syncguard_claim($1, $2, $3, $4))",
+    # Without waiting for the disk: its confirmation waits, before which nobody relies on it.
+    "claim": "SELECT to_json(claim) FROM set_config('synchronous_commit', 'off', TRUE), "
+    "{}syncguard_claim($1, $2, $3, $4, $5) AS claim",
     "confirm": "SELECT to_json({}syncguard_confirm($1, $2, $3))",
     "unclaim": "SELECT to_json({}syncguard_unclaim($1, $2))",
     "fenced": "SELECT {}syncguard_fenced(%s, %s, %s, %s)",
@@ -143,6 +145,7 @@ class PostgresStore:
             request.claim_key,
             None if request.claim_ttl is None else _ms(request.claim_ttl),
             request.call_id,
+            None if request.claim_wait is None else _ms(request.claim_wait),
         )
         # Not counted from here: a busy process may queue for a connection for longer than a ttl. But from the first time,
         # because a request that is repeated is answered with the same grant.
@@ -264,8 +267,8 @@ class PostgresStore:
 
     # Claims
 
-    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None) -> Claim:
-        row = self._call("claim", (key, task_id, _ms(ttl), holder))
+    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None, again: bool = False) -> Claim:
+        row = self._call("claim", (key, task_id, _ms(ttl), holder, again))
         return Claim(
             key=key,
             task_id=row["task_id"],

@@ -35,7 +35,8 @@ class Acquire:
     """A request for a lock. Only `key`, `lock_id` and `ttl` are needed; the rest comes from a task.
 
     `run_keys`: answer `Done` instead if one of these is completed. `max_deaths`: answer `Dead` if the task lost that many
-    leases in a row by the death of its process, or the key twice as many, the last within an hour. `claim_key`: the task's claim, kept alive for `claim_ttl` or, without one, ended.
+    leases in a row by the death of its process, or the key twice as many, the last within an hour. `claim_key`: the task's
+    claim, kept alive for `claim_ttl` or, without one, ended; and for `claim_wait` where the lock is held.
     `call_id`: which publish of the task id this is.
     """
 
@@ -51,6 +52,7 @@ class Acquire:
     claim_key: str | None = None
     claim_ttl: float | None = None
     call_id: str | None = None
+    claim_wait: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,9 +199,10 @@ class LockStore(Protocol):
     def wait(self, key: str, timeout: float) -> bool:
         """Wait until the lease on `key` may be gone, at most `timeout` seconds. A hint; False: nothing was heard."""
 
-    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None) -> Claim:
+    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None, again: bool = False) -> Claim:
         """Claim a piece of work for a task, unless another task has a live claim. A claim is over when a lease that its
-        task held for it has expired.
+        task held for it has expired. `again`: the task has begun and is to run again; if another one has the claim, it
+        gets it when that one starts. May be forgotten in a crash, unless it is confirmed.
         """
 
     def confirm(self, claims: Sequence[tuple[str, str, float]]) -> int:

@@ -96,10 +96,11 @@ class LockedTask(Task):  # type: ignore[misc]
         cls = type(self)
         # A base's plan is not ours.
         found: Plan | None = cls.__dict__.get("_plan")
-        if found is None or found.body is not cls.run:
+        own = self.__dict__.get("run") if cls.run is Task.run else None
+        if found is None or found.body is not (own or cls.run):
             if "_plan" not in cls.__dict__:
                 cls._prepare(self.app)
-            found = cls._plan = Plan.of_class(cls, lock_ttl=binding.settings_for(self.app).lock_ttl)
+            found = cls._plan = Plan.of_class(cls, lock_ttl=binding.settings_for(self.app).lock_ttl, own=own)
         return found
 
     # Publishing
@@ -234,20 +235,21 @@ class LockedTask(Task):  # type: ignore[misc]
         Raises:
             ImproperlyConfigured: always, unless the task has no key.
         """
-        self._refuse_plain_calls("map")
+        self.refuse_plain_calls("map")
         return super().map(it)
 
     def starmap(self, it: Any) -> Any:
         """See `map`."""
-        self._refuse_plain_calls("starmap")
+        self.refuse_plain_calls("starmap")
         return super().starmap(it)
 
     def chunks(self, it: Any, n: int) -> Any:
         """See `map`."""
-        self._refuse_plain_calls("chunks")
+        self.refuse_plain_calls("chunks")
         return super().chunks(it, n)
 
-    def _refuse_plain_calls(self, canvas: str) -> None:
+    def refuse_plain_calls(self, canvas: str) -> None:
+        """For `gate` too, to which such a canvas comes when it was made without the task, or by name."""
         options = self.plan().options
         if options.lock_key or options.dedup_key or options.run_once:
             raise ImproperlyConfigured(

@@ -10,6 +10,15 @@
 --   * nobody waits for a row lock without a bound;
 --   * a fence is computed inside the update of the counter, under the counter's row lock.
 
+DO $$
+BEGIN
+  IF to_regclass('syncguard_locks') IS NOT NULL THEN
+    RAISE WARNING 'the tables of the TypeScript client are adopted and get columns: services that use it now must connect '
+      'anew once, as their prepared statements fail until then ("cached plan must not change result type")';
+  END IF;
+END
+$$;
+
 CREATE TABLE IF NOT EXISTS syncguard_locks (
   key TEXT PRIMARY KEY,
   lock_id TEXT NOT NULL,
@@ -59,13 +68,15 @@ CREATE INDEX idx_syncguard_completions_expires ON syncguard_completions (expires
 -- By the expired lease of its task a claim is known to be over (syncguard_claim).
 CREATE INDEX idx_syncguard_locks_claim ON syncguard_locks (claim_key) WHERE claim_key IS NOT NULL;
 
--- Work that is queued or running. The task id owns the claim.
+-- Work that is queued or running. The task id owns the claim. next_task_id: a task that is to run again under the same
+-- claim as soon as its owner starts (dedup_until="start").
 CREATE TABLE syncguard_claims (
   claim_key TEXT PRIMARY KEY,
   task_id TEXT NOT NULL,
   holder TEXT,
   claimed_at_ms BIGINT NOT NULL,
-  expires_at_ms BIGINT NOT NULL
+  expires_at_ms BIGINT NOT NULL,
+  next_task_id TEXT
 );
 CREATE INDEX idx_syncguard_claims_expires ON syncguard_claims (expires_at_ms);
 
@@ -105,6 +116,7 @@ $$;
 --   dead     the last p_max_deaths leases of p_task_id ended by the death of their process: deaths, task_id. Or the last
 --            2 * p_max_deaths on p_key did, whoever held them, and the last of them within an hour: deaths, no task_id.
 -- p_claim_key with p_claim_ttl_ms keeps the task's claim alive for the run; without p_claim_ttl_ms the claim ends here.
+-- p_claim_wait_ms keeps it alive while the lock is held.
 CREATE FUNCTION syncguard_acquire(
   p_key TEXT,
   p_lock_id TEXT,
@@ -118,6 +130,7 @@ CREATE FUNCTION syncguard_acquire(
   p_claim_key TEXT DEFAULT NULL,
   p_claim_ttl_ms BIGINT DEFAULT NULL,
   p_call_id TEXT DEFAULT NULL,
+  p_claim_wait_ms BIGINT DEFAULT NULL,
   OUT outcome TEXT,
   OUT now_ms BIGINT,
   OUT lock_id TEXT,
@@ -293,7 +306,7 @@ BEGIN
   IF outcome = 'granted' THEN
     IF p_claim_key IS NOT NULL THEN
       IF p_claim_ttl_ms IS NULL THEN
-        DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id;
+        PERFORM syncguard_end_claim(p_claim_key, p_task_id, p_claim_wait_ms);
       ELSE
         PERFORM 1 FROM syncguard_claims c
         WHERE c.claim_key = p_claim_key AND c.expires_at_ms > now_ms + p_claim_ttl_ms / 2;
@@ -306,6 +319,12 @@ BEGIN
     AND v_row.holder_lock_id = v_row.lock_id AND v_row.copies IS NOT TRUE THEN
     -- A copy of the very attempt that runs. The holder's release then leaves a completion for it.
     UPDATE syncguard_locks l SET copies = TRUE WHERE l.key = p_key AND l.lock_id = v_row.lock_id;
+  END IF;
+
+  IF outcome = 'held' AND p_claim_wait_ms IS NOT NULL THEN
+    -- It lives as long as its message waits.
+    UPDATE syncguard_claims c SET expires_at_ms = now_ms + p_claim_wait_ms
+    WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id AND c.expires_at_ms < now_ms + p_claim_wait_ms / 2;
   END IF;
 
   lock_id := v_row.lock_id;
@@ -390,6 +409,9 @@ DECLARE
 BEGIN
   IF p_run_key IS NULL THEN
     PERFORM set_config('synchronous_commit', 'off', TRUE);
+  ELSIF current_setting('synchronous_commit') = 'off' THEN
+    -- Whatever a role is set to: a completion that a crash forgets is work that is done twice.
+    PERFORM set_config('synchronous_commit', 'on', TRUE);
   END IF;
   IF p_min_hold_ms IS NOT NULL THEN
     UPDATE syncguard_locks l
@@ -403,7 +425,7 @@ BEGIN
   END IF;
   -- After the lock's row, as in syncguard_acquire, so that the two cannot deadlock.
   IF p_claim_key IS NOT NULL THEN
-    DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id;
+    PERFORM syncguard_end_claim(p_claim_key, p_task_id);
   END IF;
   v_now := syncguard_clock_ms();
   IF p_run_key IS NOT NULL AND (v_row.key IS NOT NULL OR p_attempt_done) THEN
@@ -590,11 +612,13 @@ $$;
 -- Claims p_claim_key for the task p_task_id. `outcome` is 'claimed' (also when the task owns it already) or
 -- 'duplicate', with the owner's task id, holder and times; a duplicate writes nothing. If a lease that the owner had for this
 -- claim has expired, under whichever key, its worker is dead and its claim counts as over.
+-- p_again: the task has begun, and is to run again: if another one has the claim, it comes next.
 CREATE FUNCTION syncguard_claim(
   p_claim_key TEXT,
   p_task_id TEXT,
   p_ttl_ms BIGINT,
   p_holder TEXT DEFAULT NULL,
+  p_again BOOLEAN DEFAULT FALSE,
   OUT outcome TEXT,
   OUT now_ms BIGINT,
   OUT task_id TEXT,
@@ -621,12 +645,17 @@ BEGIN
         DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = v_row.task_id;
         CONTINUE;
       END IF;
+      IF p_again THEN
+        UPDATE syncguard_claims c SET next_task_id = p_task_id WHERE c.claim_key = p_claim_key AND c.task_id = v_row.task_id;
+        CONTINUE WHEN NOT FOUND;
+      END IF;
       outcome := 'duplicate';
     ELSE
       INSERT INTO syncguard_claims AS c (claim_key, task_id, holder, claimed_at_ms, expires_at_ms)
       VALUES (p_claim_key, p_task_id, p_holder, now_ms, now_ms + p_ttl_ms)
       ON CONFLICT (claim_key) DO UPDATE
       SET task_id = excluded.task_id, holder = excluded.holder,
+        next_task_id = CASE WHEN c.task_id = p_task_id THEN c.next_task_id END,
         claimed_at_ms = CASE WHEN c.task_id = p_task_id THEN c.claimed_at_ms ELSE syncguard_clock_ms() END,
         expires_at_ms = CASE
           WHEN c.task_id = p_task_id THEN greatest(c.expires_at_ms, syncguard_clock_ms() + p_ttl_ms)
@@ -676,6 +705,32 @@ BEGIN
 END
 $$;
 
+-- The task's work has begun (p_ttl_ms: the claim goes to the task that waits to run again, for so long) or is over: its
+-- claim ends. True if it was its own. A task that waited for somebody else's claim does so no longer.
+CREATE FUNCTION syncguard_end_claim(p_claim_key TEXT, p_task_id TEXT, p_ttl_ms BIGINT DEFAULT NULL) RETURNS BOOLEAN
+LANGUAGE plpgsql VOLATILE
+SET lock_timeout = '2s'
+SET search_path FROM CURRENT
+AS $$
+BEGIN
+  IF p_ttl_ms IS NOT NULL THEN
+    UPDATE syncguard_claims c
+    SET task_id = c.next_task_id, next_task_id = NULL, holder = NULL, claimed_at_ms = syncguard_clock_ms(),
+      expires_at_ms = syncguard_clock_ms() + p_ttl_ms
+    WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id AND c.next_task_id IS NOT NULL;
+    IF FOUND THEN
+      RETURN TRUE;
+    END IF;
+  END IF;
+  DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id;
+  IF FOUND THEN
+    RETURN TRUE;
+  END IF;
+  UPDATE syncguard_claims c SET next_task_id = NULL WHERE c.claim_key = p_claim_key AND c.next_task_id = p_task_id;
+  RETURN FALSE;
+END
+$$;
+
 -- Ends a claim, if the task still owns it.
 CREATE FUNCTION syncguard_unclaim(p_claim_key TEXT, p_task_id TEXT) RETURNS BOOLEAN
 LANGUAGE plpgsql VOLATILE
@@ -684,8 +739,7 @@ SET search_path FROM CURRENT
 AS $$
 BEGIN
   PERFORM set_config('synchronous_commit', 'off', TRUE);
-  DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id;
-  RETURN FOUND;
+  RETURN syncguard_end_claim(p_claim_key, p_task_id);
 END
 $$;
 
