@@ -251,9 +251,12 @@ class _SlotSending:
         entries = self._entries(texts)
         first = self._unsent is None
         if self._unsent is None:
-            self._unsent = {}
+            unsent_before: dict[str, set[datetime]] = {}
             for slot in self._slots.unsent():
-                self._unsent.setdefault(slot.entry, set()).add(slot.due_at)
+                unsent_before.setdefault(slot.entry, set()).add(slot.due_at)
+            self._unsent = (
+                unsent_before  # not before all are read: a failure must not make it look as if there were none
+            )
         for name in [name for name in self._places if self._places[name].text != texts.get(name)]:
             self._unsent.setdefault(name, set()).update(self._places.pop(name).unsent)
         now = self._now()
@@ -307,8 +310,8 @@ class _SlotSending:
     def _count_anew(self) -> None:
         """Time has jumped: entries go on from where they are by now."""
         self._jumped = False
-        assert self._unsent is not None
         for name, place in self._places.items():
+            assert self._unsent is not None  # it is read before there are places
             self._unsent.setdefault(name, set()).update(place.unsent)
         self._places.clear()
         self._heap = None

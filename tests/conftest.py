@@ -12,12 +12,12 @@ Not here: tasks and applications (they lie beside their tests) and the fixtures'
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import signal
 import ssl
 import uuid
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ import pytest
 
 from tests.fixtures import servers, zygote
 from tests.fixtures.cluster import Broker, CeleryTestSetup
-from tests.fixtures.dealing import dealt
+from tests.fixtures.dealing import brokers_for, dealt
 from tests.fixtures.history import History
 from tests.fixtures.proxy import Proxy
 
@@ -102,6 +102,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
     items[:] = dealt(kept, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def pytest_collection_finish() -> None:
+    # Thousands of tests and all that they import stay until the end; no collection need look at them again.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -336,11 +342,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
         if "broker" in [name.strip() for name in names]:
             return
-    brokers = ["redis", "rabbitmq"]
-    if POOLED or not metafunc.definition.get_closest_marker("both_brokers"):
-        # By the name, so that a test keeps its broker, and a failure its meaning.
-        brokers = [brokers[zlib.crc32(metafunc.function.__name__.encode()) % 2]]
-    metafunc.parametrize("broker", brokers, indirect=True)
+    both = not POOLED and metafunc.definition.get_closest_marker("both_brokers") is not None
+    metafunc.parametrize("broker", brokers_for(metafunc.function.__name__, both=both), indirect=True)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 
 from celery_syncguard import SyncGuard
 from tests.acceptance.test_retries import NOTHING, rows_left
+from tests.fixtures import soak
 from tests.fixtures.polling import poll
 
 MODULE = "tests.acceptance.apps.held_bodies"
@@ -63,10 +64,11 @@ def test_a_task_with_one_retry_has_it_whoever_was_blocked_or_failed_before_it(ce
 
 
 #: How many messages wait for one key.
-WAITERS = 300
+WAITERS = soak.rounds(120, soak=300)
 
 
 @pytest.mark.both_brokers
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_many_messages_that_wait_for_one_key_all_run_and_ask_the_database_ever_more_rarely(

@@ -242,7 +242,7 @@ def test_tasks_delivered_two_to_four_times_have_one_effect_each(celery_setup, br
     """Children and whole workers die, also between the user's commit and the acknowledgement. Without run_once, which is
     the negative control, the same tasks, deliveries and deaths have more effects."""
     _ledger(pg_dsn)
-    tasks = soak.rounds(300, soak=1000)
+    tasks = soak.rounds(300 if run_once else 120, soak=1000)
     lingering = (tasks // 10, tasks * 4 // 10, tasks * 7 // 10)
     setup = celery_setup(
         MODULE,

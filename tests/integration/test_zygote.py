@@ -19,12 +19,14 @@ MODULE = "tests.integration.what_it_is"
 def start(tmp_path):
     nodes = []
 
-    def start(*command, name="node", fresh=False, wait=True, **environment):
+    def start(*command, name="node", fresh=False, wait=True, **variables):
+        environment = {**usual_environment(), **variables}
+        environment.pop("HOME", None)  # which the zygote has
         node = CeleryNode(
             command or ["report"],
             module=MODULE,
             folder=tmp_path,
-            environment={**usual_environment(), **environment},
+            environment=environment,
             name=name,
             ready="FACTS",
             fresh=fresh,
@@ -45,9 +47,8 @@ def is_forked(node):
     return isinstance(node._process, zygote.Node)
 
 
-def test_a_forked_node_sees_what_a_fresh_one_sees(start, monkeypatch):
+def test_a_forked_node_sees_what_a_fresh_one_sees(start):
     """Folder, arguments, environment, import path, signals, descriptors and streams; a fresh process is the measure."""
-    monkeypatch.setenv("ONLY_HERE", "before")
     one, other = start(ONLY_THERE="1"), start(ONLY_THERE="1", fresh=True)
     assert is_forked(one)
     assert not is_forked(other)
@@ -57,6 +58,7 @@ def test_a_forked_node_sees_what_a_fresh_one_sees(start, monkeypatch):
     assert forked.pop("chance") != fresh.pop("chance")
     assert forked["group and session"] == [True, True]
     assert forked["environment"]["ONLY_THERE"] == "1"
+    assert "HOME" not in forked["environment"]
     assert forked == fresh
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.fixtures.dealing import dealt
+from tests.fixtures.dealing import brokers_for, dealt
 
 
 @dataclass(frozen=True)
@@ -40,3 +40,11 @@ def test_each_hand_has_its_share_of_real_processes_slow_ones_early_and_ends_quic
         early += sum(item.slow for item in real[: len(real) // 2])
         late += sum(item.slow for item in real[len(real) // 2 :])
     assert early > 2 * late
+
+
+def test_a_test_has_one_broker_for_good_unless_it_needs_both():
+    names = [f"test_promise_{n}" for n in range(200)]
+    chosen = [brokers_for(name, both=False) for name in names]
+    assert chosen == [brokers_for(name, both=False) for name in names]
+    assert 60 < chosen.count(["redis"]) == 200 - chosen.count(["rabbitmq"]) < 140
+    assert brokers_for(names[0], both=True) == ["redis", "rabbitmq"]
