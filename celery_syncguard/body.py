@@ -51,13 +51,16 @@ def _module_of(function: Any) -> str:
     return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
-def signature_of(task: type) -> inspect.Signature:
+def signature_of(task: type, own: Any = None) -> inspect.Signature:
     """Of the body, without the task itself: the names that arguments have when Celery calls it.
+
+    Arguments:
+        own: what was set as `run` on the task itself, whose class has none.
 
     Raises:
         ImproperlyConfigured: the body is no function or method, or a coroutine's.
     """
-    body = body_of(task)
+    body = body_of(task) if own is None else staticmethod(own)
     function = body.__func__ if isinstance(body, (staticmethod, classmethod)) else body
     if not callable(function):
         raise ImproperlyConfigured(f"{task.__name__}: run must be a method or a function, got {type(body).__name__}")

@@ -92,7 +92,7 @@ def migrate(ctx: click.Context) -> None:
     where = describe_dsn(settings.dsn)
     with database_errors(settings):
         try:
-            done = apply(settings.dsn, schema=settings.schema)
+            done = apply(settings.dsn, schema=settings.schema, warn=lambda line: click.echo(f"note: {line}"))
         except psycopg.errors.InsufficientPrivilege as exc:
             raise StoreUnavailable(
                 f"{where}: {exc.diag.message_primary}: migrate as a role that may create tables in the schema and owns "

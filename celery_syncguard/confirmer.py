@@ -1,9 +1,9 @@
-"""Confirms claims in the background, many in one statement, and ends those whose end got no answer.
+"""Confirms and ends claims in the background, where that could not be done at once.
 
 A claim is made with a short life before its message is published, so that a producer which dies in between blocks others
-for seconds only. Once the broker has the message, the claim is given its whole life here, off the caller's path. What is
-not confirmed in time ends early: then a duplicate may be queued, but nothing is lost. A worker confirms again what it
-starts, in case the producer died before it could.
+for seconds only. Once the broker has the message, its publisher gives the claim its whole life (`dedup`); if the database
+does not answer, it is done here. What is not confirmed in time ends early: then a duplicate may be queued, but nothing is
+lost. A worker confirms again what it starts, in case the producer died before it could.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Publishing: keys are computed, and a second copy of the same work is not queued.
 
-    claim (short life) -> publish -> the broker has it (`receipts`) -> confirm (whole life, in the background)
+    claim (short life) -> publish -> the broker has it (`receipts`) -> confirm (whole life)
 
 The claim is made on a connection of our own, so a duplicate never aborts the caller's transaction, and is ended again when
 publishing raises. Whoever gets the claim publishes; everybody else gets the id of the task that has it.
@@ -17,30 +17,25 @@ What if somebody waits for the duplicate itself, under its own id? That depends 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from celery import current_task
 from celery.utils import uuid
-from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from celery_syncguard import binding, signals
 from celery_syncguard.confirmer import UNCONFIRMED_TTL
 from celery_syncguard.errors import DuplicateTask, SyncGuardError
 from celery_syncguard.events import logger
 from celery_syncguard.key import new_lock_id, task_key
-from celery_syncguard.message import HEADER, header_of, without_way
+from celery_syncguard.message import HEADER, differ, header_of, without_way
 from celery_syncguard.options import TaskOptions
 from celery_syncguard.process import default_holder
 from celery_syncguard.receipts import ask_for_receipts
-from celery_syncguard.run import RUN
+from celery_syncguard.run import RUN, life, seconds_until
 from celery_syncguard.skipped import SKIPPED, Skipped, marker_for
 from celery_syncguard.store import Claim
 
 __all__ = ["begun", "follows", "publish", "send_task"]
-
-#: The shortest life of a claim in seconds, however soon its message expires.
-_SHORTEST = 1.0
 
 _DEFAULTS = TaskOptions()
 
@@ -81,15 +76,20 @@ def publish(
     task_id = call["task_id"] = call.get("task_id") or uuid()
     holder = f"{name}[{task_id}] {default_holder()}"
     # What was due long ago is work like any other, and its claim is no shorter.
-    due = max(0.0, _seconds_until(app, call.get("eta"), call.get("countdown")) or 0.0)
+    due = max(0.0, seconds_until(app, call.get("eta"), call.get("countdown")) or 0.0)
+    expires = call.get("expires")
+    ttl = life(app, getattr(task, "expires", None) if expires is None else expires, due + options.dedup_ttl)
     if header.get("claimed"):
-        # It comes again under the claim that it has. A long wait must not outlast that.
-        if due > options.dedup_ttl / 2:
-            _quietly(lambda: store.claim(key, task_id=task_id, ttl=due + options.dedup_ttl, holder=holder))
+        # It comes again under the claim that it has, which lives as long as its message waits. (What comes back for a
+        # held lock is renewed by its next delivery, unless that is far away.)
+        if options.dedup_until != "ttl" and (due > options.dedup_ttl / 2 or _is_next_attempt(call)):
+            again = options.dedup_until == "start"
+            _quietly(lambda: store.claim(key, task_id=task_id, ttl=ttl, holder=holder, again=again))
         return send(**call)
-    ttl = _life(app, task, call, due + options.dedup_ttl)
     try:
-        claim = store.claim(key, task_id=task_id, ttl=min(UNCONFIRMED_TTL, ttl), holder=holder)
+        claim = store.claim(
+            key, task_id=task_id, ttl=min(UNCONFIRMED_TTL, ttl), holder=holder, fingerprint=header.get("print")
+        )
     except SyncGuardError as exc:
         if not begun(call):
             raise
@@ -105,12 +105,29 @@ def publish(
     except BaseException:
         _quietly(lambda: store.unclaim(key, task_id=task_id))
         raise
-    binding.binding_for(app).confirmer.confirm(key, task_id=task_id, ttl=ttl)
+    _confirm(app, key, task_id=task_id, ttl=ttl)
     request = current_task.request if current_task else None
     if request is not None and request.id == task_id and RUN in request.__dict__:
         # A body put this in its own place (`self.replace`), under its id and so under its claim.
         request.__dict__[RUN].claim_passed_on = key
     return _marked(result, duplicate=False, holder=None)
+
+
+def _confirm(app: Any, key: str, *, task_id: str, ttl: float) -> None:
+    """Before the caller goes on: it may freeze, or end, as soon as it has its answer."""
+    try:
+        binding.guard_for(app).store.confirm([(key, task_id, ttl)])
+    except BaseException as exc:
+        binding.binding_for(app).confirmer.confirm(key, task_id=task_id, ttl=ttl)
+        if not isinstance(exc, SyncGuardError):
+            raise
+        logger.warning("a claim could not be confirmed, trying again in the background: %s", exc)
+
+
+def _is_next_attempt(call: Mapping[str, Any]) -> bool:
+    """Whether the running attempt publishes the next one, not the same again because it could not run."""
+    request = current_task.request if current_task else None
+    return request is not None and request.id == call.get("task_id") and request.retries != call.get("retries")
 
 
 def _begin_call(header: dict[str, Any], call: Mapping[str, Any]) -> None:
@@ -138,6 +155,8 @@ def _duplicate(
     send: Callable[..., Any],
 ) -> Any:
     """The existing task's result, unless the message has to be sent all the same."""
+    if differ(claim.fingerprint, header.get("print")):
+        logger.warning("%s: task %s has claimed %r with other arguments than these", name, claim.task_id, claim.key)
     error = DuplicateTask(
         f"{name} is a duplicate: {claim.key!r} was claimed {claim.age:.1f} s ago by task {claim.task_id}",
         task_id=claim.task_id,
@@ -194,8 +213,12 @@ def follows(call: Mapping[str, Any]) -> bool:
     """
     request = current_task.request if current_task else None
     if request is None:
-        # The main process of a worker, for a task whose process died.
-        return call.get("parent_id") is not None
+        # The main process of a worker, for a task whose process died. Others do not have to import what a worker needs.
+        if call.get("parent_id") is None:
+            return False
+        from celery_syncguard.worker import is_worker
+
+        return is_worker()
     if request.called_directly or RUN in request.__dict__ or call.get("task_id") == request.id:
         return False
     body = ((request.chord or {}).get("options") or {}).get("task_id")
@@ -204,23 +227,6 @@ def follows(call: Mapping[str, Any]) -> bool:
         or call.get("root_id", ...) == (request.root_id or request.id)
         or (body is not None and call.get("task_id") == body)
     )
-
-
-def _life(app: Any, task: Any, call: Mapping[str, Any], ttl: float) -> float:
-    """Seconds that the claim lives: not longer than the message, which is thrown away when it expires."""
-    expires = call.get("expires")
-    if expires is None:
-        expires = getattr(task, "expires", None)
-    left = _seconds_until(app, expires, None)
-    return ttl if left is None else max(_SHORTEST, min(ttl, left))
-
-
-def _seconds_until(app: Any, moment: Any, countdown: float | None) -> float | None:
-    """From now to a moment as Celery takes them: a number of seconds, a datetime or its ISO form."""
-    moment = countdown if countdown is not None else moment
-    if isinstance(moment, (str, datetime)):
-        moment = (maybe_make_aware(maybe_iso8601(moment), app.timezone) - app.now()).total_seconds()
-    return None if moment is None else float(moment)
 
 
 def _quietly(work: Callable[[], object]) -> None:

@@ -29,6 +29,12 @@ __all__ = ["Check", "examine", "missing_grants"]
 #: PostgreSQL 14 is the oldest version that is tested.
 _OLDEST_SERVER = 140_000
 
+#: Milliseconds by which a fence counter may be ahead of the server's clock: a burst of a thousand grants of one key.
+_AHEAD_MS = 1000
+
+#: Milliseconds that a statement of ours may take: its wait for a row, and some.
+_STATEMENT_MS = 3000
+
 #: Seconds by which this host's clock may differ from the server's before it is worth a word.
 _CLOCK_OFFSET = 1.0
 
@@ -81,8 +87,10 @@ def examine(settings: Settings, *, app: Any = None) -> Iterator[Check]:
             yield _pooler(conns)
             yield _clock(conn)
             yield _isolation(conn, role)
+            yield from _timeouts(conn, role)
             yield _durability(conn, role)
             yield _notifications(conn)
+            yield from _fences(conn, settings)
         except psycopg.Error as exc:
             if in_statement_mode(exc):
                 yield Check(
@@ -367,6 +375,19 @@ def _isolation(conn: Connection, role: str) -> Check:
     return Check("isolation", "ok", level)
 
 
+def _timeouts(conn: Connection, role: str) -> Iterator[Check]:
+    for name in ("statement_timeout", "transaction_timeout"):
+        # The second one is new in PostgreSQL 17.
+        value = _value(conn, "SELECT max(s.setting::bigint) FROM pg_catalog.pg_settings s WHERE s.name = %s", (name,))
+        if value and value < _STATEMENT_MS:
+            yield Check(
+                "timeouts",
+                "warn",
+                f"{name} is {value} ms: a statement of ours that waits for a row, up to 2 s, is cut off before it knows who holds",
+                f"ALTER ROLE {_quoted(role, conn)} SET {name} = 0, or {_STATEMENT_MS} ms and more",
+            )
+
+
 def _durability(conn: Connection, role: str) -> Check:
     if _value(conn, "SHOW fsync") == "off":
         return Check(
@@ -381,7 +402,7 @@ def _durability(conn: Connection, role: str) -> Check:
             "durability",
             "warn",
             "synchronous_commit is off: a crash of the server forgets the last grants, so that a lock can be granted "
-            "again while its holder works (its fence is still higher)",
+            "again while its holder works (its fence is still higher). Completions are written through all the same",
             f"ALTER ROLE {_quoted(role, conn)} SET synchronous_commit = on",
         )
     return Check("durability", "ok", f"fsync on, synchronous_commit {level}")
@@ -398,6 +419,30 @@ def _notifications(conn: Connection) -> Check:
             "end the transaction of the session that listens and stands still: the server's log names its process id",
         )
     return Check("notifications", "ok", f"the queue is {usage:.0%} full")
+
+
+def _fences(conn: Connection, settings: Settings) -> Iterator[Check]:
+    place = "" if settings.schema is None else f"{_quoted(settings.schema, conn)}."
+    try:
+        row = conn.execute(
+            f"SELECT count(*), max(c.fence - t.now_ms), min(c.fence_key) FROM {place}syncguard_fence_counters c, "
+            f"(SELECT {place}syncguard_clock_ms() AS now_ms) t WHERE c.fence > t.now_ms + {_AHEAD_MS}".encode()
+        ).fetchone()
+    except psycopg.errors.InsufficientPrivilege:
+        return  # `permissions` has said so
+    assert row is not None
+    ahead, most, key = row
+    if ahead:
+        yield Check(
+            "fences",
+            "warn",
+            f"{ahead} fence counter(s) are ahead of the server's clock, by up to {most / 1000:.0f} s (such as {key!r}): it was "
+            f"set back, or a counter was edited. They rise by ones meanwhile, and a failover that loses grants of such a key may "
+            f"give their fences again",
+            "nothing: it ends when the clock has caught up. Until then do not rely on fences across a failover",
+        )
+    else:
+        yield Check("fences", "ok", "no fence counter is ahead of the server's clock")
 
 
 def _quoted(name: str, conn: Connection) -> str:

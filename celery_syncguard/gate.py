@@ -18,6 +18,7 @@ import functools
 import inspect
 from typing import Any
 
+from celery import current_task
 from celery.app.task import Context
 
 from celery_syncguard.errors import ImproperlyConfigured, SyncGuardError
@@ -32,6 +33,9 @@ AUTORETRY = "_syncguard_autoretry"
 #: Where a request keeps the state of the gate.
 _GATE = "_syncguard_gate"
 _CLOSED, _OPEN, _PASSED, _OVER = "closed", "open", "passed", "over"
+
+#: Celery's tasks that call others as functions.
+_MAPS = ("celery.map", "celery.starmap")
 
 #: Set on our own wrappers, with themselves as the value: `functools.wraps` copies it to those that others put around them.
 _OURS = "_syncguard_wrapper"
@@ -68,6 +72,8 @@ def _around_call(found: Any) -> Any:
         if state == _OVER and _is_failure(args):
             # A plain call takes no lock, but that of an errback is Celery's and not the user's.
             return _run_as_errback(self, args, kwargs)
+        if current_task and current_task.name in _MAPS:
+            self.refuse_plain_calls(current_task.name.partition(".")[2])
         if request is not None and state != _PASSED:
             # Celery's own `__call__` would take it for the tracer's.
             request._protected = 1  # noqa: SLF001 - as Celery's `__protected_call__` has it

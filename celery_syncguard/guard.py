@@ -239,11 +239,13 @@ class SyncGuard:
             return answer if not isinstance(answer, Grant) else self._lease_for(request, answer, asked_at)
         except BaseException as exc:
             if not isinstance(exc, SyncGuardError) or (isinstance(exc, StoreUnavailable) and exc.sent):
-                # No answer, or a soft time limit in the middle of it, or no thread to renew it in. Perhaps granted, and
-                # nobody knows: do not let it block others for a whole ttl.
-                orphan = Release(key=request.key, lock_id=request.lock_id)
-                self._renewer.release_later(orphan, until=clock.now() + request.ttl)
+                # No answer, or a soft time limit in the middle of it, or no thread to renew it in.
+                self.give_back(request)
             raise
+
+    def give_back(self, request: Acquire) -> None:
+        """Perhaps granted, and nobody knows: do not let it block others for a whole ttl."""
+        self._renewer.release_later(Release(key=request.key, lock_id=request.lock_id), until=clock.now() + request.ttl)
 
     def _lease_for(self, request: Acquire, answer: Grant, asked_at: float) -> Lease:
         lease = Lease(
@@ -338,7 +340,9 @@ class SyncGuard:
         if lease.run_key is None:
             raise NoLease("lease.complete() is for a task with run_once: there is nothing to remember otherwise")
         self.prove_lease(lease, conn)
-        return self.store.complete(conn, run_key=lease.run_key, task_id=lease.task_id, ttl=lease.run_ttl)
+        return self.store.complete(
+            conn, run_key=lease.run_key, task_id=lease.task_id, ttl=lease.run_ttl, fingerprint=lease.fingerprint
+        )
 
     def lease_ended(self, lease: Lease) -> None:
         """A lease was lost. Told once for each, by whichever thread noticed."""
@@ -383,8 +387,7 @@ class _Hold(AbstractContextManager["Lease"], ContextDecorator):
             raise
         except BaseException:
             # The handler of a signal raised, perhaps after the grant.
-            orphan = Release(key=request.key, lock_id=request.lock_id)
-            guard._renewer.release_later(orphan, until=clock.now() + request.ttl)  # noqa: SLF001
+            guard.give_back(request)
             raise
         assert isinstance(answer, Held)  # nothing else was asked for
         raise lock_held(answer)

@@ -48,6 +48,8 @@ class _Claim:
     holder: str | None
     claimed: float
     expires: float
+    next_task_id: str | None = None
+    fingerprint: str | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -55,6 +57,7 @@ class _Completion:
     task_id: str | None
     completed: float
     expires: float
+    fingerprint: str | None = None
 
 
 def _attempt_key(call_id: str | None, attempt: int | None) -> str:
@@ -107,11 +110,12 @@ class MemoryStore:
                     return self._grant(row)
                 if row.task_id is not None and _attempt_of(row.request) == _attempt_of(request):
                     row.copies = True
+                self._keep_claim(request, now)
                 return self._held(row, now)
             for run_key in request.run_keys:
                 done = self._completions.get(run_key)
                 if done is not None and done.expires > now:
-                    return Done(run_key=run_key, task_id=done.task_id, age=now - done.completed)
+                    return Done(run_key, done.task_id, now - done.completed, done.fingerprint)
             if request.max_deaths is not None and request.task_id is not None:
                 dead = self._dead(request, request.max_deaths, row, now)
                 if dead is not None:
@@ -132,7 +136,7 @@ class MemoryStore:
             )
             if request.claim_key is not None and request.task_id is not None:
                 if request.claim_ttl is None:
-                    self._unclaim(request.claim_key, request.task_id)
+                    self._begin(request.claim_key, request.task_id, request.claim_wait, now)
                 else:
                     self._claim(request.claim_key, request.task_id, request.claim_ttl, request.holder, now)
             return self._grant(row)
@@ -158,6 +162,12 @@ class MemoryStore:
             attempt=row.request.attempt,
             call_id=row.request.call_id,
         )
+
+    def _keep_claim(self, request: Acquire, now: float) -> None:
+        """It lives as long as its message waits."""
+        claim = self._claims.get(request.claim_key or "")
+        if claim is not None and claim.task_id == request.task_id and request.claim_wait is not None:
+            claim.expires = max(claim.expires, now + request.claim_wait)
 
     def _dead(self, request: Acquire, most: int, row: _Row | None, now: float) -> Dead | None:
         key, task = (self._deaths.get(subject) for subject in _subjects(request.key, request.task_id))
@@ -199,7 +209,7 @@ class MemoryStore:
             if row is not None and row.request.lock_id != release.lock_id:
                 row = None
             if release.run_key is not None and (row is not None or release.attempt_done):
-                self._complete(release.run_key, release.task_id, release.run_ttl or 0.0, now)
+                self._complete(release.run_key, release.task_id, release.run_ttl or 0.0, now, release.fingerprint)
             for subject in _subjects(release.key, release.task_id):
                 deaths = self._deaths.get(subject)
                 if release.attempt_done:
@@ -292,13 +302,26 @@ class MemoryStore:
             row = self._rows.get(key)
             return self._changed.wait_for(lambda: self._rows.get(key) is not row or row is None, timeout)
 
-    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None) -> Claim:
+    def claim(
+        self,
+        key: str,
+        *,
+        task_id: str,
+        ttl: float,
+        holder: str | None = None,
+        again: bool = False,
+        fingerprint: str | None = None,
+    ) -> Claim:
         with self._changed:
             now = clock.now()
             for row in self._rows.values():
                 if row.expires <= now and row.request.claim_key == key:
                     self._end_claim_of(row)
             claim = self._claim(key, task_id, ttl, holder, now)
+            if claim.task_id == task_id:
+                claim.fingerprint = fingerprint or claim.fingerprint
+            elif again:
+                claim.next_task_id = task_id
             return Claim(
                 key=key,
                 task_id=claim.task_id,
@@ -306,6 +329,7 @@ class MemoryStore:
                 age=now - claim.claimed,
                 remaining=claim.expires - now,
                 holder=claim.holder,
+                fingerprint=claim.fingerprint,
             )
 
     def _claim(self, key: str, task_id: str, ttl: float, holder: str | None, now: float) -> _Claim:
@@ -335,9 +359,19 @@ class MemoryStore:
         if row.request.claim_key is not None and row.request.claim_ttl is not None and row.task_id is not None:
             self._unclaim(row.request.claim_key, row.task_id)
 
+    def _begin(self, key: str, task_id: str, ttl: float | None, now: float) -> None:
+        """The task's work has begun: its claim ends, or goes to the task that waits to run again."""
+        claim = self._claims.get(key)
+        if claim is not None and claim.task_id == task_id and claim.next_task_id is not None and ttl is not None:
+            self._claims[key] = _Claim(task_id=claim.next_task_id, holder=None, claimed=now, expires=now + ttl)
+        else:
+            self._unclaim(key, task_id)
+
     def _unclaim(self, key: str, task_id: str) -> bool:
         claim = self._claims.get(key)
         if claim is None or claim.task_id != task_id:
+            if claim is not None and claim.next_task_id == task_id:
+                claim.next_task_id = None
             return False
         del self._claims[key]
         return True
@@ -349,15 +383,19 @@ class MemoryStore:
                 row is not None and (row.request.lock_id, row.fence) == (lock_id, fence) and row.expires > clock.now()
             )
 
-    def complete(self, conn: Any, *, run_key: str, task_id: str | None, ttl: float) -> bool:
+    def complete(
+        self, conn: Any, *, run_key: str, task_id: str | None, ttl: float, fingerprint: str | None = None
+    ) -> bool:
         with self._changed:
-            return self._complete(run_key, task_id, ttl, clock.now())
+            return self._complete(run_key, task_id, ttl, clock.now(), fingerprint)
 
-    def _complete(self, run_key: str, task_id: str | None, ttl: float, now: float) -> bool:
+    def _complete(
+        self, run_key: str, task_id: str | None, ttl: float, now: float, fingerprint: str | None = None
+    ) -> bool:
         done = self._completions.get(run_key)
         if done is not None and done.expires > now:
             return False
-        self._completions[run_key] = _Completion(task_id=task_id, completed=now, expires=now + ttl)
+        self._completions[run_key] = _Completion(task_id, now, now + ttl, fingerprint)
         return True
 
     def forget(self) -> None:

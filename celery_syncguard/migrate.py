@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -105,18 +106,25 @@ def migrations() -> list[Migration]:
     return [Migration(path.stem, path.read_text("utf-8")) for path in sorted(folder().glob("[0-9]*_*.sql"))]
 
 
-def migrate(conninfo: str, *, schema: str | None = None) -> list[str]:
+def migrate(conninfo: str, *, schema: str | None = None, warn: Callable[[str], object] = lambda _: None) -> list[str]:
     """Bring the database up to date; the names of what was applied, which is nothing the second time.
 
     Arguments:
         schema: where our tables go; created if it is missing. None: the first of the search path.
+        warn: called with each line that a migration has for whoever runs it.
 
     Raises:
         SchemaBehind: an applied migration's text differs from ours, or an object that a pending one makes is there.
         psycopg.Error: no connection, no permission.
     """
     done: list[str] = []
+
+    def pass_on(notice: psycopg.errors.Diagnostic) -> None:
+        if notice.severity_nonlocalized == "WARNING":
+            warn(notice.message_primary or "")
+
     with psycopg.connect(autocommit=True, **connection_parameters(conninfo, timeout=10.0)) as conn:
+        conn.add_notice_handler(pass_on)
         for migration in migrations():
             with conn.transaction():
                 # Runners take turns; the second finds the record.

@@ -162,7 +162,8 @@ class Renewer:
         if len(self._late) >= MAX_LATE:
             late.tell()
             return False
-        self._late.append(late)
+        # Before those that were tried and failed: each of them may only be waiting for a row that is in use.
+        self._late.appendleft(late)
         return True
 
     def flush(self) -> None:

@@ -18,11 +18,13 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from typing import Any, NoReturn
 
 from celery.exceptions import Ignore, Reject, Retry
 from celery.states import READY_STATES, RETRY, STARTED, SUCCESS
 from celery.utils.threads import get_ident
+from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from celery_syncguard import binding, clock, signals, skipped
 from celery_syncguard.errors import LeaseLost, LockHeld, SchemaBehind, StoreUnavailable, SyncGuardError, TooManyDeaths
@@ -31,13 +33,13 @@ from celery_syncguard.guard import lock_held
 from celery_syncguard.interrupt import Interrupt, interrupt_for
 from celery_syncguard.key import RESERVED_PREFIX, new_lock_id, public_key, shortened
 from celery_syncguard.lease import Lease
-from celery_syncguard.message import HEADER, carried_options, claim_of, header_of, is_broadcast
+from celery_syncguard.message import HEADER, carried_options, claim_of, differ, header_of, is_broadcast
 from celery_syncguard.options import TaskOptions
 from celery_syncguard.process import default_holder, process_id
 from celery_syncguard.skipped import Skipped
 from celery_syncguard.store import Acquire, Dead, Done, Held
 
-__all__ = ["RUN", "Answered", "Run", "check_outer"]
+__all__ = ["RUN", "Answered", "Run", "check_outer", "life", "seconds_until"]
 
 #: Where a request keeps its run.
 RUN = "_syncguard_run"
@@ -47,6 +49,12 @@ _REACHED = "_syncguard_reached"
 
 #: Seconds that a retry waits in place for the end of the attempt which published it, and an answer for the first result.
 _HANDOVER = 2.0
+
+#: The shortest life of a claim in seconds, however soon its message expires.
+_SHORTEST = 1.0
+
+#: Seconds for which the end of an attempt is remembered.
+_ATTEMPT_TTL = 3600.0
 
 #: Seconds for which an eager call, which cannot come back later, waits for a held lock.
 _EAGER_PATIENCE = 60.0
@@ -116,7 +124,7 @@ class Run:
     def of(cls, task: Any, request: Any, args: Any, kwargs: Any) -> Run:
         """For the delivery that `request` describes. Computes the keys that its message lacks."""
         header = header_of(request.headers)
-        for entry in ("key", "run", "claim", "call"):
+        for entry in ("key", "run", "claim", "call", "print"):
             # Whoever sent it may not be this library.
             if header.get(entry) is not None:
                 header[entry] = public_key(header[entry], what=f"{entry} in the header of a message")
@@ -189,12 +197,16 @@ class Run:
         call: str = self.header.get("call") or self.request.id
         return f"{call}@{self.request.hostname}" if self.for_everybody else call
 
+    @property
+    def attempt_key(self) -> str:
+        """What the end of this attempt is remembered by, for its copies."""
+        return f"attempt:{self.call_id}:{self.attempt}"
+
     def _acquire(self, key: str) -> Acquire:
         claim_key = self.header.get("claim")
         until = self.options.dedup_until
         run_key = self.run_key
         attempt, task_id = self.attempt, self.request.id
-        attempt_key = f"attempt:{self.call_id}:{attempt}"
         return Acquire(
             key=key,
             lock_id=new_lock_id(),
@@ -203,11 +215,12 @@ class Run:
             process=process_id(),
             task_id=task_id,
             attempt=attempt,
-            run_keys=(attempt_key,) if run_key is None else (run_key, attempt_key),
+            run_keys=(self.attempt_key,) if run_key is None else (run_key, self.attempt_key),
             max_deaths=self.options.lock_max_deaths,
             claim_key=claim_key if until != "ttl" else None,
             claim_ttl=self.options.dedup_ttl if until == "done" else None,
             call_id=self.call_id,
+            claim_wait=life(self.task.app, self.request.expires, self.options.dedup_ttl),
         )
 
     # The stages
@@ -234,30 +247,32 @@ class Run:
                     return self._run_body(body, None)
                 continue
             except Exception as exc:
-                # A soft time limit ends the wait and the task.
-                if not self._will_autoretry(exc):
-                    self._end_claim(self.header.get("claim"))
+                self._stop_asking(request, exc)
                 raise
             if isinstance(answer, Lease):
                 return self._run_body(body, answer)
             if isinstance(answer, Done):
                 return self._answer(answer)
             if isinstance(answer, Dead):
-                why = (
-                    f"again: its process died {answer.deaths} times in a row while it held {key!r} (lock_max_deaths)"
-                    if answer.of_task
-                    else f": the last {answer.deaths} processes that held {key!r} for a task died (lock_max_deaths); "
-                    f"the next one is started an hour after the last death"
-                )
-                self._fail(
-                    TooManyDeaths(
-                        f"{self.task.name}[{self.request.id}] is not started {why}",
-                        task_id=self.request.id,
-                        key=key,
-                        deaths=answer.deaths,
-                    )
-                )
+                self._fail(self._too_many(answer, key))
             self._blocked(answer)
+
+    def _stop_asking(self, request: Acquire, exc: Exception) -> None:
+        """The wait and the task are over. By a soft time limit, perhaps just after the grant."""
+        if not isinstance(exc, SyncGuardError):
+            self._guard.give_back(request)
+        if not self._will_autoretry(exc):
+            self._end_claim(self.header.get("claim"))
+
+    def _too_many(self, dead: Dead, key: str) -> TooManyDeaths:
+        why = (
+            f"again: its process died {dead.deaths} times in a row while it held {key!r} (lock_max_deaths)"
+            if dead.of_task
+            else f": the last {dead.deaths} processes that held {key!r} for a task died (lock_max_deaths); the next one is "
+            f"started an hour after the last death"
+        )
+        who = f"{self.task.name}[{self.request.id}]"
+        return TooManyDeaths(f"{who} is not started {why}", task_id=self.request.id, key=key, deaths=dead.deaths)
 
     def _is_own_predecessor(self, held: Held) -> bool:
         return self._is_ours(held) and held.attempt is not None and held.attempt < self.attempt
@@ -319,6 +334,7 @@ class Run:
     def _start(self, lease: Lease) -> None:
         lease.run_key = self.run_key
         lease.run_ttl = self.options.run_once_ttl
+        lease.fingerprint = self.header.get("print")
         signals.lock_acquired.send(sender=self.task, lease=lease)
         if self.options.lock_on_lost == "interrupt":
             self.interrupt = interrupt_for()
@@ -366,16 +382,24 @@ class Run:
             return
         lease.on_lost = None
         key_passed_on = self.key_passed_on or (again and self._keeps_key(failure))
-        run_key = self.run_key if failure is None else None
+        by_itself = _ended_by_itself(failure) and not lease.lost
+        run_key, run_ttl = None, None
+        if self.run_key is not None:
+            if failure is None:
+                run_key, run_ttl = self.run_key, self.options.run_once_ttl
+            elif by_itself:
+                # One run per attempt, also for copies that nobody has seen by now.
+                run_key, run_ttl = self.attempt_key, _ATTEMPT_TTL
         try:
             released = self._guard.release_lease(
                 lease,
                 # What comes again finds its key free: held on for nobody, it would turn its own next attempt away.
                 min_hold=None if key_passed_on else self.options.lock_min_hold or None,
                 run_key=run_key,
-                run_ttl=self.options.run_once_ttl if run_key is not None else None,
+                run_ttl=run_ttl,
                 claim_key=claim_key,
-                attempt_done=_ended_by_itself(failure) and not lease.lost,
+                attempt_done=by_itself,
+                fingerprint=self.header.get("print"),
             )
         except SyncGuardError as exc:
             logger.error("could not release %r, it ends at its ttl: %s", lease.key, exc)
@@ -460,6 +484,8 @@ class Run:
             logger.info("%s not run: another delivery of this attempt ended %.1f s ago", who, done.age)
             raise Answered("another delivery of this attempt has ended")
         logger.info("%s not run: %r was done by task %s %.1f s ago", who, done.run_key, done.task_id, done.age)
+        if differ(done.fingerprint, self.header.get("print")):
+            logger.warning("%s: task %s did %r with other arguments than these", who, done.task_id, done.run_key)
         self._guard.counts["answered"] += 1
         signals.run_answered.send(sender=self.task, done=done)
         if self.options.dedup_until != "ttl":
@@ -620,6 +646,20 @@ class Run:
             raise reason
         self.header["waited"] = waited + delay
         _pause(delay)
+
+
+def life(app: Any, expires: Any, ttl: float) -> float:
+    """Seconds that a claim lives: not longer than its message, which is thrown away when it `expires`."""
+    left = seconds_until(app, expires, None)
+    return ttl if left is None else max(_SHORTEST, min(ttl, left))
+
+
+def seconds_until(app: Any, moment: Any, countdown: float | None) -> float | None:
+    """From now to a moment as Celery takes them: a number of seconds, a datetime or its ISO form."""
+    moment = countdown if countdown is not None else moment
+    if isinstance(moment, (str, datetime)):
+        moment = (maybe_make_aware(maybe_iso8601(moment), app.timezone) - app.now()).total_seconds()
+    return None if moment is None else float(moment)
 
 
 def _ended_by_itself(failure: BaseException | None) -> bool:

@@ -197,8 +197,9 @@ class _SlotSending:
         return min(self.max_interval, max(0.0, heap[0].time - clock.now())) if heap else self.max_interval
 
     def _is_another(self, schedule: Any) -> bool:
-        # Celery compares all entries in every tick, and so with every slot that is sent: 40 ms of 5,000 entries.
-        if schedule is self._compared and clock.now() < self._compare_at:
+        # Celery compares all entries in every tick, and so with every slot that is sent: 40 ms of 5,000 entries. A class
+        # with `look_in` has its own bound.
+        if schedule is self._compared and clock.now() < self._compare_at and not hasattr(self, "look_in"):
             return False
         self._compared, self._compare_at = schedule, clock.now() + _LOOKING
         return not self.schedules_equal(self.old_schedulers, schedule)
@@ -248,12 +249,15 @@ class _SlotSending:
 
     def _enter(self, schedule: Mapping[str, Any]) -> None:
         texts = {name: describe(entry.schedule) for name, entry in schedule.items() if _storable(name)}
-        entries = self._entries(texts)
+        entries = self._standing(texts)
         first = self._unsent is None
         if self._unsent is None:
-            self._unsent = {}
+            unsent_before: dict[str, set[datetime]] = {}
             for slot in self._slots.unsent():
-                self._unsent.setdefault(slot.entry, set()).add(slot.due_at)
+                unsent_before.setdefault(slot.entry, set()).add(slot.due_at)
+            self._unsent = (
+                unsent_before  # not before all are read: a failure must not make it look as if there were none
+            )
         for name in [name for name in self._places if self._places[name].text != texts.get(name)]:
             self._unsent.setdefault(name, set()).update(self._places.pop(name).unsent)
         now = self._now()
@@ -278,7 +282,7 @@ class _SlotSending:
                 self._slots.drop(Slot(name, due_at), term=int(self._lease.fence))
             del self._unsent[name]
 
-    def _entries(self, texts: Mapping[str, str]) -> Mapping[str, EntryRow]:
+    def _standing(self, texts: Mapping[str, str]) -> Mapping[str, EntryRow]:
         """Where the entries stand, at the time by which this leader goes."""
         asked_at = clock.now()
         entered = self._slots.enter(self._lease, texts, now=self._now() if self._begun else None)
@@ -307,8 +311,8 @@ class _SlotSending:
     def _count_anew(self) -> None:
         """Time has jumped: entries go on from where they are by now."""
         self._jumped = False
-        assert self._unsent is not None
         for name, place in self._places.items():
+            assert self._unsent is not None  # it is read before there are places
             self._unsent.setdefault(name, set()).update(place.unsent)
         self._places.clear()
         self._heap = None

@@ -96,10 +96,11 @@ class LockedTask(Task):  # type: ignore[misc]
         cls = type(self)
         # A base's plan is not ours.
         found: Plan | None = cls.__dict__.get("_plan")
-        if found is None or found.body is not cls.run:
+        own = self.__dict__.get("run") if cls.run is Task.run else None
+        if found is None or found.body is not (own or cls.run):
             if "_plan" not in cls.__dict__:
                 cls._prepare(self.app)
-            found = cls._plan = Plan.of_class(cls, lock_ttl=binding.settings_for(self.app).lock_ttl)
+            found = cls._plan = Plan.of_class(cls, lock_ttl=binding.settings_for(self.app).lock_ttl, own=own)
         return found
 
     # Publishing
@@ -184,13 +185,10 @@ class LockedTask(Task):  # type: ignore[misc]
     def _fail_unsent(self, exc: Exception, args: Any, kwargs: Any, link_error: Any, call: dict[str, Any]) -> Any:
         """End this task, which could not be published after its parent, as a failure of its own, with all that waits for it."""
         task_id = call["task_id"] or uuid()
-        logger.error(
-            "%s[%s] cannot be sent after %s, so it fails: %s",
-            self.name,
-            task_id,
-            call.get("parent_id"),
-            str(exc) or repr(exc),
-        )
+        # The head of a chain is given the root only.
+        before = current_task.request.id if current_task else call.get("parent_id")
+        why = str(exc) or repr(exc.__cause__ or exc)
+        logger.error("%s[%s] cannot be sent after %s, so it fails: %s", self.name, task_id, before, why)
         request = Context(
             id=task_id,
             task=self.name,
@@ -234,20 +232,21 @@ class LockedTask(Task):  # type: ignore[misc]
         Raises:
             ImproperlyConfigured: always, unless the task has no key.
         """
-        self._refuse_plain_calls("map")
+        self.refuse_plain_calls("map")
         return super().map(it)
 
     def starmap(self, it: Any) -> Any:
         """See `map`."""
-        self._refuse_plain_calls("starmap")
+        self.refuse_plain_calls("starmap")
         return super().starmap(it)
 
     def chunks(self, it: Any, n: int) -> Any:
         """See `map`."""
-        self._refuse_plain_calls("chunks")
+        self.refuse_plain_calls("chunks")
         return super().chunks(it, n)
 
-    def _refuse_plain_calls(self, canvas: str) -> None:
+    def refuse_plain_calls(self, canvas: str) -> None:
+        """For `gate` too, to which such a canvas comes when it was made without the task, or by name."""
         options = self.plan().options
         if options.lock_key or options.dedup_key or options.run_once:
             raise ImproperlyConfigured(
@@ -273,7 +272,7 @@ class LockedTask(Task):  # type: ignore[misc]
         )
         if changed and "headers" not in options and request.headers:
             before = header_of(request.headers)
-            made_anew = {"key", "run", "claim"}.difference(before.get("given", ())) | {"claimed"}
+            made_anew = {"key", "run", "claim"}.difference(before.get("given", ())) | {"claimed", "print"}
             header = {name: value for name, value in before.items() if name not in made_anew}
             # Computed now, so that the end of this attempt knows whether its claim goes on.
             new_args = request.args if args is None else args

@@ -575,6 +575,45 @@ class StoreContract:
         _acquire(store, "k", task_id="t", claim_key="c", claim_ttl=60.0)
         assert 50 < _look(store, "c").remaining <= 60
 
+    def test_a_claim_lives_as_long_as_its_task_waits_for_the_lock(self, store: LockStore) -> None:
+        _acquire(store, "k")
+        store.claim("c", task_id="t", ttl=5.0)
+        assert isinstance(_ask(store, "k", task_id="t", claim_key="c", claim_wait=60.0), Held)
+        assert _look(store, "c").remaining > 50
+        assert isinstance(_ask(store, "k", task_id="other", claim_key="c", claim_wait=900.0), Held)
+        assert _look(store, "c").remaining <= 60, "prolonged by somebody else"
+
+    def test_a_task_that_is_to_run_again_comes_next_when_the_claims_owner_starts(self, store: LockStore) -> None:
+        store.claim("c", task_id="waits", ttl=60.0)
+        assert store.claim("c", task_id="again", ttl=60.0, again=True).task_id == "waits"
+        start: dict[str, Any] = {"claim_key": "c", "claim_wait": 60.0}
+        _acquire(store, "k", task_id="waits", **start)
+        assert _look(store, "c").task_id == "again"
+        _acquire(store, "k2", task_id="again", **start)
+        assert store.claim("c", task_id="new", ttl=60.0).ours
+
+    def test_a_task_that_came_next_and_has_started_or_is_over_comes_next_no_more(self, store: LockStore) -> None:
+        start: dict[str, Any] = {"claim_key": "c", "claim_wait": 60.0}
+        for number, end in enumerate((lambda: store.unclaim("c", task_id="again"), None)):
+            store.claim("c", task_id="waits", ttl=60.0)
+            store.claim("c", task_id="again", ttl=60.0, again=True)
+            if end is not None:
+                end()
+            else:
+                _acquire(store, f"again {number}", task_id="again", **start)
+            _acquire(store, f"waits {number}", task_id="waits", **start)
+            assert store.claim("c", task_id="new", ttl=60.0).ours
+            store.unclaim("c", task_id="new")
+
+    def test_a_claim_and_a_completion_tell_the_fingerprint_of_their_arguments(self, store: LockStore) -> None:
+        store.claim("c", task_id="t", ttl=60.0, fingerprint="one")
+        assert store.claim("c", task_id="t", ttl=60.0).fingerprint == "one"
+        assert store.claim("c", task_id="other", ttl=60.0, fingerprint="two").fingerprint == "one"
+        _release(store, _acquire(store, "k"), run_key="run", run_ttl=60.0, fingerprint="one")
+        done = _ask(store, "k", run_keys=("run",))
+        assert isinstance(done, Done)
+        assert done.fingerprint == "one"
+
     def test_an_acquire_without_a_claim_ttl_ends_its_claim(self, store: LockStore) -> None:
         store.claim("c", task_id="t", ttl=60.0)
         _acquire(store, "k", task_id="t", claim_key="c")

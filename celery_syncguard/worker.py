@@ -34,13 +34,13 @@ from celery_syncguard import clock, migrate
 from celery_syncguard.connection import describe_dsn
 from celery_syncguard.errors import StoreUnavailable, SyncGuardError
 from celery_syncguard.events import logger
-from celery_syncguard.loop import Loop
+from celery_syncguard.loop import Bell, Loop
 from celery_syncguard.memory import MemoryStore
 from celery_syncguard.message import HEADER, claim_of
 from celery_syncguard.postgres import PostgresStore
 from celery_syncguard.process import child_process_id, process_id
 
-__all__ = ["GuardedRequest", "start", "stop"]
+__all__ = ["GuardedRequest", "is_worker", "start", "stop"]
 
 #: Seconds for which freeing a dead child's leases is tried again.
 _PATIENCE = 3600.0
@@ -104,6 +104,11 @@ def _check_server(conn: Any) -> None:
         raise SyncGuardError("the server is a standby (in recovery): point syncguard_dsn at the primary")
     if row[1] == "on":
         raise SyncGuardError("default_transaction_read_only is on for this role or database: locks need to write")
+
+
+def is_worker() -> bool:
+    """Whether this process is a worker's, or a child of one."""
+    return _undertaker.is_bound
 
 
 def stop() -> None:
@@ -197,6 +202,25 @@ class _Work:
     pause: float = 0.1
 
 
+class _Naps:
+    """In place of `select.poll` where there is none, as on Windows. Nor are there pidfds, so all that comes is a wake-up."""
+
+    def __init__(self) -> None:
+        self._bell = Bell()
+        self.wake = self._bell.set
+
+    def register(self, *_: Any) -> None:
+        pass
+
+    def unregister(self, *_: Any) -> None:
+        pass
+
+    def poll(self, milliseconds: float) -> list[tuple[int, int]]:
+        self._bell.wait(milliseconds / 1000)
+        self._bell.clear()
+        return []
+
+
 class _Undertaker:
     """One thread that waits for deaths and does what has to be done then."""
 
@@ -213,6 +237,10 @@ class _Undertaker:
         self._loop = Loop("syncguard-undertaker", self._step)
         self._worker: Any = None
         self._binding: Any = None
+
+    @property
+    def is_bound(self) -> bool:
+        return self._worker is not None
 
     def bind(self, worker: Any, binding: Any) -> None:
         self._reset()
@@ -264,7 +292,9 @@ class _Undertaker:
         self._wake()
 
     def _prepare(self) -> None:
-        if self._poll is None:
+        if self._poll is None and not hasattr(select, "poll"):
+            self._poll = _Naps()
+        elif self._poll is None:
             self._poll = select.poll()
             self._wake_fds = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
             self._poll.register(self._wake_fds[0], select.POLLIN)
@@ -277,6 +307,8 @@ class _Undertaker:
         if self._wake_fds is not None:
             with contextlib.suppress(BlockingIOError):  # enough wake-ups are under way
                 os.write(self._wake_fds[1], b"x")
+        elif self._poll is not None:
+            self._poll.wake()
 
     def _step(self) -> float | None:
         self._look()
@@ -285,11 +317,10 @@ class _Undertaker:
 
     def _look(self) -> None:
         """Wait a moment for a death or for work; what a death makes necessary becomes work."""
-        assert self._wake_fds is not None
         with self._mutex:
             blind = any(child.fd < 0 for child in self._watched.values())
         ready = {fd for fd, _ in self._poll.poll(200 if blind or self._work else 1000)}
-        if self._wake_fds[0] in ready:
+        if self._wake_fds is not None and self._wake_fds[0] in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_fds[0], 4096)
         for name, child in list(self._watched.items()):

@@ -10,6 +10,15 @@
 --   * nobody waits for a row lock without a bound;
 --   * a fence is computed inside the update of the counter, under the counter's row lock.
 
+DO $$
+BEGIN
+  IF to_regclass('syncguard_locks') IS NOT NULL THEN
+    RAISE WARNING 'the tables of the TypeScript client are adopted and get columns: services that use it now must connect '
+      'anew once, as their prepared statements fail until then ("cached plan must not change result type")';
+  END IF;
+END
+$$;
+
 CREATE TABLE IF NOT EXISTS syncguard_locks (
   key TEXT PRIMARY KEY,
   lock_id TEXT NOT NULL,
@@ -52,20 +61,25 @@ CREATE TABLE syncguard_completions (
   run_key TEXT PRIMARY KEY,
   task_id TEXT,
   completed_at_ms BIGINT NOT NULL,
-  expires_at_ms BIGINT NOT NULL
+  expires_at_ms BIGINT NOT NULL,
+  fingerprint TEXT
 );
 CREATE INDEX idx_syncguard_completions_expires ON syncguard_completions (expires_at_ms);
 
 -- By the expired lease of its task a claim is known to be over (syncguard_claim).
 CREATE INDEX idx_syncguard_locks_claim ON syncguard_locks (claim_key) WHERE claim_key IS NOT NULL;
 
--- Work that is queued or running. The task id owns the claim.
+-- Work that is queued or running. The task id owns the claim. fingerprint: of its arguments, as of a completion's; the key
+-- says what counts as the same work, and this whether more was the same. next_task_id: a task that is to run again under the same
+-- claim as soon as its owner starts (dedup_until="start").
 CREATE TABLE syncguard_claims (
   claim_key TEXT PRIMARY KEY,
   task_id TEXT NOT NULL,
   holder TEXT,
   claimed_at_ms BIGINT NOT NULL,
-  expires_at_ms BIGINT NOT NULL
+  expires_at_ms BIGINT NOT NULL,
+  next_task_id TEXT,
+  fingerprint TEXT
 );
 CREATE INDEX idx_syncguard_claims_expires ON syncguard_claims (expires_at_ms);
 
@@ -105,6 +119,7 @@ $$;
 --   dead     the last p_max_deaths leases of p_task_id ended by the death of their process: deaths, task_id. Or the last
 --            2 * p_max_deaths on p_key did, whoever held them, and the last of them within an hour: deaths, no task_id.
 -- p_claim_key with p_claim_ttl_ms keeps the task's claim alive for the run; without p_claim_ttl_ms the claim ends here.
+-- p_claim_wait_ms keeps it alive while the lock is held.
 CREATE FUNCTION syncguard_acquire(
   p_key TEXT,
   p_lock_id TEXT,
@@ -118,6 +133,7 @@ CREATE FUNCTION syncguard_acquire(
   p_claim_key TEXT DEFAULT NULL,
   p_claim_ttl_ms BIGINT DEFAULT NULL,
   p_call_id TEXT DEFAULT NULL,
+  p_claim_wait_ms BIGINT DEFAULT NULL,
   OUT outcome TEXT,
   OUT now_ms BIGINT,
   OUT lock_id TEXT,
@@ -129,7 +145,8 @@ CREATE FUNCTION syncguard_acquire(
   OUT attempt INTEGER,
   OUT call_id TEXT,
   OUT run_key TEXT,
-  OUT deaths INTEGER
+  OUT deaths INTEGER,
+  OUT fingerprint TEXT
 )
 LANGUAGE plpgsql VOLATILE
 SET lock_timeout = '2s'
@@ -176,6 +193,7 @@ BEGIN
         run_key := v_done.run_key;
         task_id := v_done.task_id;
         acquired_at_ms := v_done.completed_at_ms;
+        fingerprint := v_done.fingerprint;
         RETURN;
       END IF;
     END LOOP;
@@ -251,6 +269,7 @@ BEGIN
             run_key := v_done.run_key;
             task_id := v_done.task_id;
             acquired_at_ms := v_done.completed_at_ms;
+            fingerprint := v_done.fingerprint;
             RETURN;
           END IF;
         END LOOP;
@@ -293,7 +312,7 @@ BEGIN
   IF outcome = 'granted' THEN
     IF p_claim_key IS NOT NULL THEN
       IF p_claim_ttl_ms IS NULL THEN
-        DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id;
+        PERFORM syncguard_end_claim(p_claim_key, p_task_id, p_claim_wait_ms);
       ELSE
         PERFORM 1 FROM syncguard_claims c
         WHERE c.claim_key = p_claim_key AND c.expires_at_ms > now_ms + p_claim_ttl_ms / 2;
@@ -306,6 +325,12 @@ BEGIN
     AND v_row.holder_lock_id = v_row.lock_id AND v_row.copies IS NOT TRUE THEN
     -- A copy of the very attempt that runs. The holder's release then leaves a completion for it.
     UPDATE syncguard_locks l SET copies = TRUE WHERE l.key = p_key AND l.lock_id = v_row.lock_id;
+  END IF;
+
+  IF outcome = 'held' AND p_claim_wait_ms IS NOT NULL THEN
+    -- It lives as long as its message waits.
+    UPDATE syncguard_claims c SET expires_at_ms = now_ms + p_claim_wait_ms
+    WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id AND c.expires_at_ms < now_ms + p_claim_wait_ms / 2;
   END IF;
 
   lock_id := v_row.lock_id;
@@ -378,7 +403,8 @@ CREATE FUNCTION syncguard_release(
   p_run_key TEXT DEFAULT NULL,
   p_run_ttl_ms BIGINT DEFAULT NULL,
   p_claim_key TEXT DEFAULT NULL,
-  p_attempt_done BOOLEAN DEFAULT FALSE
+  p_attempt_done BOOLEAN DEFAULT FALSE,
+  p_fingerprint TEXT DEFAULT NULL
 ) RETURNS BOOLEAN
 LANGUAGE plpgsql VOLATILE
 SET lock_timeout = '2s'
@@ -390,6 +416,9 @@ DECLARE
 BEGIN
   IF p_run_key IS NULL THEN
     PERFORM set_config('synchronous_commit', 'off', TRUE);
+  ELSIF current_setting('synchronous_commit') = 'off' THEN
+    -- Whatever a role is set to: a completion that a crash forgets is work that is done twice.
+    PERFORM set_config('synchronous_commit', 'on', TRUE);
   END IF;
   IF p_min_hold_ms IS NOT NULL THEN
     UPDATE syncguard_locks l
@@ -403,14 +432,15 @@ BEGIN
   END IF;
   -- After the lock's row, as in syncguard_acquire, so that the two cannot deadlock.
   IF p_claim_key IS NOT NULL THEN
-    DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id;
+    PERFORM syncguard_end_claim(p_claim_key, p_task_id);
   END IF;
   v_now := syncguard_clock_ms();
   IF p_run_key IS NOT NULL AND (v_row.key IS NOT NULL OR p_attempt_done) THEN
-    INSERT INTO syncguard_completions AS c (run_key, task_id, completed_at_ms, expires_at_ms)
-    VALUES (p_run_key, p_task_id, v_now, v_now + p_run_ttl_ms)
+    INSERT INTO syncguard_completions AS c (run_key, task_id, completed_at_ms, expires_at_ms, fingerprint)
+    VALUES (p_run_key, p_task_id, v_now, v_now + p_run_ttl_ms, p_fingerprint)
     ON CONFLICT (run_key) DO UPDATE
-    SET task_id = excluded.task_id, completed_at_ms = excluded.completed_at_ms, expires_at_ms = excluded.expires_at_ms
+    SET task_id = excluded.task_id, completed_at_ms = excluded.completed_at_ms, expires_at_ms = excluded.expires_at_ms,
+      fingerprint = excluded.fingerprint
     WHERE c.expires_at_ms <= v_now;
   END IF;
   IF p_attempt_done AND (v_row.key IS NULL OR v_row.deaths IS NOT NULL) THEN
@@ -571,17 +601,20 @@ END
 $$;
 
 -- In the caller's transaction, after syncguard_fenced: remembers that p_run_key is done. False if it already was.
-CREATE FUNCTION syncguard_complete(p_run_key TEXT, p_task_id TEXT, p_ttl_ms BIGINT) RETURNS BOOLEAN
+CREATE FUNCTION syncguard_complete(
+  p_run_key TEXT, p_task_id TEXT, p_ttl_ms BIGINT, p_fingerprint TEXT DEFAULT NULL
+) RETURNS BOOLEAN
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
 AS $$
 DECLARE
   v_now BIGINT := syncguard_clock_ms();
 BEGIN
-  INSERT INTO syncguard_completions AS c (run_key, task_id, completed_at_ms, expires_at_ms)
-  VALUES (p_run_key, p_task_id, v_now, v_now + p_ttl_ms)
+  INSERT INTO syncguard_completions AS c (run_key, task_id, completed_at_ms, expires_at_ms, fingerprint)
+  VALUES (p_run_key, p_task_id, v_now, v_now + p_ttl_ms, p_fingerprint)
   ON CONFLICT (run_key) DO UPDATE
-  SET task_id = excluded.task_id, completed_at_ms = excluded.completed_at_ms, expires_at_ms = excluded.expires_at_ms
+  SET task_id = excluded.task_id, completed_at_ms = excluded.completed_at_ms, expires_at_ms = excluded.expires_at_ms,
+    fingerprint = excluded.fingerprint
   WHERE c.expires_at_ms <= syncguard_clock_ms();
   RETURN FOUND;
 END
@@ -590,17 +623,21 @@ $$;
 -- Claims p_claim_key for the task p_task_id. `outcome` is 'claimed' (also when the task owns it already) or
 -- 'duplicate', with the owner's task id, holder and times; a duplicate writes nothing. If a lease that the owner had for this
 -- claim has expired, under whichever key, its worker is dead and its claim counts as over.
+-- p_again: the task has begun, and is to run again: if another one has the claim, it comes next.
 CREATE FUNCTION syncguard_claim(
   p_claim_key TEXT,
   p_task_id TEXT,
   p_ttl_ms BIGINT,
   p_holder TEXT DEFAULT NULL,
+  p_again BOOLEAN DEFAULT FALSE,
+  p_fingerprint TEXT DEFAULT NULL,
   OUT outcome TEXT,
   OUT now_ms BIGINT,
   OUT task_id TEXT,
   OUT holder TEXT,
   OUT claimed_at_ms BIGINT,
-  OUT expires_at_ms BIGINT
+  OUT expires_at_ms BIGINT,
+  OUT fingerprint TEXT
 )
 LANGUAGE plpgsql VOLATILE
 SET lock_timeout = '2s'
@@ -621,12 +658,18 @@ BEGIN
         DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = v_row.task_id;
         CONTINUE;
       END IF;
+      IF p_again THEN
+        UPDATE syncguard_claims c SET next_task_id = p_task_id WHERE c.claim_key = p_claim_key AND c.task_id = v_row.task_id;
+        CONTINUE WHEN NOT FOUND;
+      END IF;
       outcome := 'duplicate';
     ELSE
-      INSERT INTO syncguard_claims AS c (claim_key, task_id, holder, claimed_at_ms, expires_at_ms)
-      VALUES (p_claim_key, p_task_id, p_holder, now_ms, now_ms + p_ttl_ms)
+      INSERT INTO syncguard_claims AS c (claim_key, task_id, holder, claimed_at_ms, expires_at_ms, fingerprint)
+      VALUES (p_claim_key, p_task_id, p_holder, now_ms, now_ms + p_ttl_ms, p_fingerprint)
       ON CONFLICT (claim_key) DO UPDATE
       SET task_id = excluded.task_id, holder = excluded.holder,
+        fingerprint = coalesce(excluded.fingerprint, CASE WHEN c.task_id = p_task_id THEN c.fingerprint END),
+        next_task_id = CASE WHEN c.task_id = p_task_id THEN c.next_task_id END,
         claimed_at_ms = CASE WHEN c.task_id = p_task_id THEN c.claimed_at_ms ELSE syncguard_clock_ms() END,
         expires_at_ms = CASE
           WHEN c.task_id = p_task_id THEN greatest(c.expires_at_ms, syncguard_clock_ms() + p_ttl_ms)
@@ -644,6 +687,7 @@ BEGIN
       holder := v_row.holder;
       claimed_at_ms := v_row.claimed_at_ms;
       expires_at_ms := v_row.expires_at_ms;
+      fingerprint := v_row.fingerprint;
       RETURN;
     END IF;
   END LOOP;
@@ -676,6 +720,32 @@ BEGIN
 END
 $$;
 
+-- The task's work has begun (p_ttl_ms: the claim goes to the task that waits to run again, for so long) or is over: its
+-- claim ends. True if it was its own. A task that waited for somebody else's claim does so no longer.
+CREATE FUNCTION syncguard_end_claim(p_claim_key TEXT, p_task_id TEXT, p_ttl_ms BIGINT DEFAULT NULL) RETURNS BOOLEAN
+LANGUAGE plpgsql VOLATILE
+SET lock_timeout = '2s'
+SET search_path FROM CURRENT
+AS $$
+BEGIN
+  IF p_ttl_ms IS NOT NULL THEN
+    UPDATE syncguard_claims c
+    SET task_id = c.next_task_id, next_task_id = NULL, holder = NULL, fingerprint = NULL, claimed_at_ms = syncguard_clock_ms(),
+      expires_at_ms = syncguard_clock_ms() + p_ttl_ms
+    WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id AND c.next_task_id IS NOT NULL;
+    IF FOUND THEN
+      RETURN TRUE;
+    END IF;
+  END IF;
+  DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id;
+  IF FOUND THEN
+    RETURN TRUE;
+  END IF;
+  UPDATE syncguard_claims c SET next_task_id = NULL WHERE c.claim_key = p_claim_key AND c.next_task_id = p_task_id;
+  RETURN FALSE;
+END
+$$;
+
 -- Ends a claim, if the task still owns it.
 CREATE FUNCTION syncguard_unclaim(p_claim_key TEXT, p_task_id TEXT) RETURNS BOOLEAN
 LANGUAGE plpgsql VOLATILE
@@ -684,8 +754,7 @@ SET search_path FROM CURRENT
 AS $$
 BEGIN
   PERFORM set_config('synchronous_commit', 'off', TRUE);
-  DELETE FROM syncguard_claims c WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id;
-  RETURN FOUND;
+  RETURN syncguard_end_claim(p_claim_key, p_task_id);
 END
 $$;
 

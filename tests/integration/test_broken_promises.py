@@ -194,6 +194,11 @@ def test_a_task_with_a_key_is_not_mapped_over_without_its_lock(app, locked, canv
 
     with pytest.raises(ImproperlyConfigured, match="use a group"):
         canvas(f)
+    # Made without the task, as its sender may not have it.
+    for name, items in (("celery.map", [1]), ("celery.starmap", [(1,)])):
+        by_name = app.signature(name, kwargs={"task": f.s(), "it": items})
+        assert "use a group" in str(by_name.apply().result)
+    assert seen == []
     canvas(free).apply()
     assert all(keys == [] for keys in seen)  # the control: Celery's items are plain calls
 

@@ -180,7 +180,7 @@ def test_doctor_finds_a_good_set_up_good(pg_dsn):
     assert facts["ok"] is True
     assert [one["name"] for one in facts["checks"]] == [
         "settings", "connection", "server", "schema", "permissions", "pooler", "clock", "isolation", "durability",
-        "notifications",
+        "notifications", "fences",
     ]  # fmt: skip
 
 

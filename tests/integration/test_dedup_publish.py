@@ -283,39 +283,38 @@ def test_a_producer_that_dies_between_claim_and_publish_costs_seconds(producer):
     assert time.monotonic() - started < 20
 
 
-def test_a_producer_that_ends_at_once_confirms_its_claim(producer):
-    assert _run_producer(producer.dsn, "work.delay(1)\n") == 0
+@pytest.mark.parametrize("end", ["", "os._exit(0)\n"], ids=["at the end of its script", "without a word"])
+def test_a_claim_outlives_a_producer_that_ends_at_once(producer, end):
+    """A frozen one is the same: nothing of it runs any more."""
+    assert _run_producer(producer.dsn, "work.delay(1)\n" + end) == 0
     assert producer.claims()["1"][1] > 3500
 
 
-def test_a_claim_is_confirmed_in_the_background(producer):
+def test_a_claim_that_is_confirmed_only_later_ends_early_with_such_a_producer(producer):
+    """The negative control."""
+    later = "from celery_syncguard import dedup\ndedup._confirm = lambda *a, **k: None\n"
+    assert _run_producer(producer.dsn, later + "work.delay(1)\nos._exit(0)\n") == 0
+    assert 0 < producer.claims()["1"][1] <= 10
+
+
+def test_a_claim_has_its_whole_life_when_its_publish_returns(producer):
     producer.task(dedup_ttl=500).delay(1)
-    poll(lambda: 490 < producer.claims()["1"][1] <= 500)
-
-
-def test_confirmations_are_batched(producer, monkeypatch):
-    batches = []
-    store = binding.guard_for(producer.app).store
-    confirm = store.confirm
-    monkeypatch.setattr(store, "confirm", lambda claims: batches.append(len(claims)) or confirm(claims))
-    task = producer.task()
-    started = time.monotonic()
-    for n in range(200):
-        task.delay(n)
-    elapsed = time.monotonic() - started
-    poll(lambda: sum(batches) == 200)
-    assert len(batches) <= elapsed / 0.1 + 2
-    assert len(batches) < 100
-    assert min(left for _, left in producer.claims().values()) > 3000
+    assert 490 < producer.claims()["1"][1] <= 500
 
 
 def test_a_confirmation_that_fails_is_repeated(pg_proxy, pg_dsn):
     producer = Producer(pg_proxy.dsn(pg_dsn), syncguard_timeout=0.5)
     direct = Producer(pg_dsn)
-    try:
-        producer.task().delay(1)
+    send = producer.app.send_task
+
+    def send_and_lose_the_database(*args, **kwargs):
+        result = send(*args, **kwargs)
         pg_proxy.refuse()
-        producer.flush()
+        return result
+
+    try:
+        producer.app.send_task = send_and_lose_the_database
+        assert not producer.task().delay(1).duplicate
         assert direct.claims()["1"][1] <= 10
         pg_proxy.accept()
         poll(lambda: direct.claims()["1"][1] > 3000)

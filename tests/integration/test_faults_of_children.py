@@ -8,6 +8,7 @@ import uuid
 import pytest
 from celery import Celery, Task, chain, group
 from celery.app import trace
+from celery.app.task import Context
 from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_syncguard import ImproperlyConfigured, InvalidKey, LockedTask, binding, dedup
@@ -236,3 +237,20 @@ def test_a_time_limit_that_strikes_while_a_callback_is_sent_is_the_parent_s(app,
     callbacks, task_id = [dict(app.tasks["ok"].s())], uuid.uuid4().hex
     tracer(task_id, (), {}, {"id": task_id, "delivery_info": {}, "args": (), "kwargs": {}, "callbacks": callbacks})
     assert app.AsyncResult(task_id).state == "FAILURE"
+
+
+def test_an_errback_that_a_worker_s_main_process_cannot_send_fails_by_itself(app, faulty, monkeypatch):
+    """For a task whose process died there is no current task."""
+
+    def fail():
+        task_id = uuid.uuid4().hex
+        request = Context(id=task_id, errbacks=[dict(faulty)], delivery_info={}, args=(), kwargs={})
+        app.backend.mark_as_failure(task_id, LookupError("its process died"), request=request)
+        assert app.AsyncResult(task_id).state == "FAILURE"
+
+    # The negative control: anybody else who gives a parent is told.
+    with pytest.raises((ImproperlyConfigured, InvalidKey)):
+        fail()
+    monkeypatch.setattr("celery_syncguard.worker.is_worker", lambda: True)
+    fail()
+    faulty.check()

@@ -220,6 +220,16 @@ def test_a_body_that_is_set_later_has_keys_of_its_own_parameters(app, run):
     assert run(task, "x", "a") == ("SUCCESS", ["k:a"])
 
 
+def test_a_task_whose_class_has_no_body_has_keys_of_the_one_that_it_was_given(app, run):
+    class T(LockedTask):
+        name = "t"
+        lock_key = "k:{key}"
+
+    task = app.register_task(T())
+    task.run = lambda key, other=None: keys(app)
+    assert run(task, "a") == ("SUCCESS", ["k:a"])
+
+
 def test_a_call_that_is_set_later_is_locked(app, run):
     @app.task(shared=False, base=LockedTask, lock_key="k")
     def f():

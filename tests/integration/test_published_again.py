@@ -5,6 +5,7 @@ and it leads to the queue from which it came. Messages are taken from the broker
 import importlib.util
 import re
 import threading
+import time
 import uuid
 from contextlib import contextmanager, suppress
 
@@ -16,6 +17,7 @@ from kombu import Consumer, Exchange, Queue
 from kombu.common import Broadcast
 
 from celery_syncguard import LockedTask, binding, dedup, message, run
+from celery_syncguard.memory import MemoryStore
 from celery_syncguard.testing import hold_elsewhere
 from tests.fixtures.polling import poll
 
@@ -216,6 +218,149 @@ def test_a_new_publish_is_not_thrown_away_because_an_old_one_is_at_a_later_attem
         in_memory.run(in_memory.take(), gated.task)
     in_memory.run(in_memory.take(), gated.task)
     assert gated.ran == [1, 2]
+
+
+# --- copies of an attempt that has ended, and claims of what comes again ------------------------------------------------
+
+
+@pytest.mark.parametrize("run_once", [True, False], ids=["run_once", "without run_once"])
+def test_an_attempt_that_was_retried_runs_once_however_often_it_is_delivered(in_memory, run_once):
+    """Its copies come when it is over, so that nobody has seen them. The control: at least once."""
+
+    def body(self):
+        attempts.append(self.request.retries)
+        if self.request.retries < 1:
+            raise self.retry(countdown=0)
+
+    attempts = []
+    task = in_memory.app.task(base=LockedTask, bind=True, shared=False, name="work", lock_key="k", run_once=run_once)(
+        body
+    )
+    task.delay()
+    message = in_memory.take()
+    for _ in range(4):
+        in_memory.run(message, task)
+    retries = [one for one in iter(in_memory.take, None) if one.headers["retries"] == 1]
+    assert (attempts.count(0), len(retries)) == ((1, 1) if run_once else (4, 4))
+    for retry in retries * 2:
+        in_memory.run(retry, task)
+    assert attempts.count(1) == (1 if run_once else 8)
+
+
+@pytest.mark.parametrize("until", ["done", "start"])
+def test_a_claim_lives_as_long_as_its_message_waits(in_memory, until):
+    gated = Gated(in_memory.app, dedup_key="d", dedup_ttl=1.5, dedup_until=until, lock_retry_delay=(0.1, 0.1))
+    first = gated.task.delay(1)
+    published_at = time.monotonic()
+    with hold_elsewhere(binding.guard_for(in_memory.app), "k"):
+
+        def comes_back():
+            in_memory.run(in_memory.take(), gated.task)
+            return time.monotonic() > published_at + 2
+
+        poll(comes_back, interval=0.3)
+        assert gated.task.delay(2).id == first.id
+
+
+def test_without_its_renewal_a_claim_ends_before_its_message_runs(in_memory, monkeypatch):
+    """The negative control."""
+    monkeypatch.setattr(MemoryStore, "_keep_claim", lambda *_: None)
+    gated = Gated(in_memory.app, dedup_key="d", dedup_ttl=1.0)
+    gated.task.delay(1)
+    with hold_elsewhere(binding.guard_for(in_memory.app), "k"):
+        in_memory.run(in_memory.take(), gated.task)
+        poll(lambda: not gated.task.delay(2).duplicate)
+
+
+@pytest.mark.parametrize("countdown", [1, 3000])
+def test_a_retry_after_a_long_body_has_its_claim_until_it_runs(in_memory, countdown):
+    """However little of it the body has left."""
+
+    def body(self):
+        claim = binding.guard_for(in_memory.app).store._claims["d"]
+        claim.expires -= 1799
+        raise self.retry(countdown=countdown)
+
+    task = in_memory.app.task(
+        base=LockedTask, bind=True, shared=False, name="work", lock_key="k", dedup_key="d", dedup_ttl=1800
+    )(body)
+    task.delay()
+    in_memory.run(in_memory.take(), task)
+    claim = binding.guard_for(in_memory.app).store.claim("d", task_id="another", ttl=1)
+    assert claim.remaining > countdown + 1700
+
+
+def test_one_runs_or_will_run_again_and_one_waits_and_there_is_no_third(in_memory):
+    """`dedup_until="start"`: the running one is retried while another waits, and then that one is, too."""
+
+    def body(self, name):
+        started.append(name)
+        accept(f"while {name} runs")
+        if started.count(name) < 2:
+            raise self.retry(countdown=10)
+
+    def accept(name):
+        if not task.delay(name).duplicate:
+            accepted.append(name)
+
+    started, accepted = [], []
+    task = in_memory.app.task(
+        base=LockedTask,
+        bind=True,
+        shared=False,
+        name="work",
+        lock_key="k",
+        dedup_key="d",
+        dedup_until="start",
+    )(body)
+    accept("first")
+    waiting = []
+
+    def run_next(name):
+        waiting.extend(iter(in_memory.take, None))
+        (message,) = [one for one in waiting if one.headers["argsrepr"] == repr((name,))]
+        waiting.remove(message)
+        in_memory.run(message, task)
+        accept(f"after {name}")
+
+    run_next("first")
+    second = "while first runs"
+    assert accepted == ["first", second]  # one runs and will run again, one waits
+    run_next(second)
+    assert accepted == ["first", second]  # both will run again: whoever comes now is refused
+    run_next("first")
+    run_next(second)
+    assert started == ["first", second, "first", second]
+    # The first has started for the last time, the second too: each left room for one.
+    assert len(accepted) == 3
+
+
+# --- one key, other arguments -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", [True, False], ids=["other arguments", "the same in another form"])
+def test_a_duplicate_with_other_arguments_is_told_and_one_with_the_same_is_not(in_memory, caplog, other):
+    def body(feed, url="one"):
+        """Nothing runs it."""
+
+    task = in_memory.app.task(base=LockedTask, shared=False, name="work", dedup_key="{feed}")(body)
+    first = task.delay("f", "one")
+    assert task.delay("f", "two").duplicate if other else task.delay(feed="f").duplicate
+    assert (f"work: task {first.id} has claimed 'f' with other arguments than these" in caplog.text) is other
+
+
+@pytest.mark.parametrize("other", [True, False], ids=["other arguments", "the same in another form"])
+def test_a_run_that_is_answered_for_other_arguments_is_told_and_one_for_the_same_is_not(in_memory, caplog, other):
+    def body(payment, amount=10):
+        return amount
+
+    task = in_memory.app.task(base=LockedTask, shared=False, name="work", run_once="{payment}")(body)
+    first = task.delay(7, 10)
+    in_memory.run(in_memory.take(), task)
+    task.delay(7, 9999) if other else task.delay(payment=7)
+    in_memory.run(in_memory.take(), task)
+    assert (f"task {first.id} did '7' with other arguments than these" in caplog.text) is other
+    assert binding.guard_for(in_memory.app).counts["answered"] == 1
 
 
 # --- a Broadcast queue ------------------------------------------------------------------------------------------------

@@ -307,7 +307,12 @@ def test_tables_that_the_other_client_made_are_adopted_with_their_locks_and_coun
         other_clients_tables(conn)
     with OtherClient(empty_dsn) as other:
         taken = other.acquire("a")
-        migrate.migrate(empty_dsn)
+        lines = []
+        migrate.migrate(empty_dsn, warn=lines.append)
+        assert len(lines) == 1
+        assert "must connect anew once" in lines[0]
+        migrate.migrate(empty_dsn, warn=lines.append)
+        assert len(lines) == 1
         with SyncGuard(empty_dsn) as guard:
             assert guard.try_acquire("a") is None
             assert other.release(taken[0])
@@ -315,6 +320,26 @@ def test_tables_that_the_other_client_made_are_adopted_with_their_locks_and_coun
             assert lease is not None
             assert int(lease.fence) > int(taken[1])
             assert other.acquire("a") is None
+
+
+def test_what_the_other_client_has_prepared_fails_until_it_connects_anew_as_migrate_says(empty_dsn):
+    look = "select * from syncguard_locks where key = %s"
+    with psycopg.connect(empty_dsn, autocommit=True) as conn, psycopg.connect(empty_dsn, autocommit=True) as theirs:
+        other_clients_tables(conn)
+        theirs.execute(look, ("a",), prepare=True)
+        migrate.migrate(empty_dsn)
+        with pytest.raises(psycopg.errors.FeatureNotSupported, match="cached plan must not change result type"):
+            theirs.execute(look, ("a",), prepare=True)
+    with psycopg.connect(empty_dsn, autocommit=True) as theirs:
+        theirs.execute(look, ("a",), prepare=True)
+        with SyncGuard(empty_dsn) as guard, guard.hold("a"):
+            assert len(theirs.execute(look, ("a",), prepare=True).fetchall()) == 1
+
+
+def test_nobody_is_told_to_connect_anew_where_no_table_was_there(empty_dsn):
+    lines = []
+    migrate.migrate(empty_dsn, warn=lines.append)
+    assert lines == []
 
 
 def test_a_table_of_another_shape_is_refused_as_a_whole(empty_dsn):

@@ -1,6 +1,6 @@
 """Every way to write a task: the lock covers its body, whatever is overridden around it.
 
-Eager mode on the memory store: the lock is woven around `run`, which a worker calls in the same way.
+Eager mode on the memory store: a worker calls a task in the same way.
 """
 
 import threading

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -221,3 +222,26 @@ def test_releases_that_wait_are_bounded_and_what_is_beyond_is_told(
     assert [record.args[1] for record in caplog.records if record.levelname == "ERROR" and record.args] == ["run:2"]
     store.mood = "renewed"
     poll(lambda: sorted(store._completions) == ["run:0", "run:1"])
+
+
+def test_releases_that_are_held_up_do_not_hold_up_a_new_one(guard: SyncGuard, store: Moody) -> None:
+    """Each of them waits for its row for up to 2 s."""
+    guard._renewer._releaser.stop()
+    tried: list[str] = []
+
+    def release(release: Release) -> Any:
+        tried.append(release.key)
+        if release.key.startswith("busy"):
+            raise StoreUnavailable("the lock row is locked")
+        return MemoryStore.release(store, release)
+
+    store.release = release  # type: ignore[method-assign]
+    guard._renewer.stop()
+    for key in ("busy 1", "busy 2", "busy 3", "free"):
+        guard._renewer.abandon(Release(key=key, lock_id="x"), until=math.inf)
+        if key != "free":
+            guard._renewer._release_late()
+    tried.clear()
+    guard._renewer._release_late()
+    assert tried[0] == "free"
+    guard._renewer._late.clear()

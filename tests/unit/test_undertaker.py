@@ -187,3 +187,14 @@ def test_what_is_left_when_the_worker_ends_is_told(
     undertaker.stop()
     told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert told == ["could not end the claim 'c' of task t: the same work counts as queued until dedup_ttl is over"]
+
+
+def test_where_there_is_no_poll_the_claims_of_revoked_tasks_end_too(
+    undertaker: Any, store: Graveyard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Windows."""
+    monkeypatch.delattr(select, "poll")
+    ended: list[str] = []
+    store.unclaim = lambda key, **_: ended.append(key) or True  # type: ignore[attr-defined, func-returns-value]
+    undertaker.end_claim("c", "t")
+    poll(lambda: ended == ["c"])
