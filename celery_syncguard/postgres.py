@@ -89,6 +89,8 @@ _MISSING = (pg.UndefinedFunction, pg.UndefinedTable, pg.UndefinedColumn, pg.Inva
 class _Busy(StoreUnavailable):
     """A wait for a row on the server came to its bound, the lock_timeout."""
 
+    busy = True
+
 
 def _ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
@@ -413,7 +415,8 @@ class PostgresStore:
                     return work(conn)
             except StoreUnavailable as exc:
                 left = give_up_at - clock.now()
-                exc.sent = sent
+                # Where the server answered that it did not, an attempt before that may have.
+                exc.sent = sent and not (exc.busy and attempt == 0)
                 if not isinstance(exc.__cause__, _TRANSIENT) or isinstance(exc.__cause__, _FINAL) or left <= 0:
                     raise
                 if attempt:

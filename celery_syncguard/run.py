@@ -250,7 +250,7 @@ class Run:
                 self._stop_asking(request, exc)
                 raise
             if isinstance(answer, Lease):
-                return self._run_body(body, answer)
+                return self._run_locked(body, answer)
             if isinstance(answer, Done):
                 return self._answer(answer)
             if isinstance(answer, Dead):
@@ -289,11 +289,20 @@ class Run:
 
     # The body
 
+    def _run_locked(self, body: Callable[[], Any], lease: Lease) -> Any:
+        try:
+            return self._run_body(body, lease)
+        except BaseException as exc:
+            if not lease.released:
+                # A soft time limit struck between two steps of ours, before the body or at its end.
+                self._leave(_running.get(get_ident(), []))
+                self._end(lease, exc)
+            raise
+
     def _run_body(self, body: Callable[[], Any], lease: Lease | None) -> Any:
         self.lease = lease
         self.request.__dict__[RUN] = self
-        here = get_ident()
-        runs = _running.setdefault(here, [])
+        runs = _running.setdefault(get_ident(), [])
         failure: BaseException | None = None
         try:
             try:
@@ -314,13 +323,16 @@ class Run:
                 raise failure.with_traceback(exc.__traceback__) from None
             raise
         finally:
-            if self in runs:
-                runs.remove(self)
-            if not runs:
-                _running.pop(here, None)
-            self.request.__dict__.pop(RUN, None)
+            self._leave(runs)
             self._end(self.lease, failure)
             failure = None
+
+    def _leave(self, runs: list[Run]) -> None:
+        if self in runs:
+            runs.remove(self)
+        if not runs:
+            _running.pop(get_ident(), None)
+        self.request.__dict__.pop(RUN, None)
 
     def give_up_lease(self) -> None:
         """What an eager body puts in its own place runs inside of it, and may need the same lock. In a worker it comes after the

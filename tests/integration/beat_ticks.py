@@ -576,6 +576,10 @@ def lead_by_settings():
             )
             seen[f"{name}, {'some' if rows_there else 'nothing'}"] = [list(lines), sorted(one._inner.schedule)]
             one.close()
+    from celery_syncguard.django_schedule import SeesEdits
+
+    both = vars(sending._SlotSending).keys() & vars(SeesEdits).keys()
+    seen["names of both"] = [name for name in both if not name.startswith("__")]
     return seen
 
 
