@@ -350,7 +350,9 @@ class SyncGuard:
         if lease.run_key is None:
             raise NoLease("lease.complete() is for a task with run_once: there is nothing to remember otherwise")
         self.prove_lease(lease, conn)
-        return self.store.complete(conn, run_key=lease.run_key, task_id=lease.task_id, ttl=lease.run_ttl)
+        return self.store.complete(
+            conn, run_key=lease.run_key, task_id=lease.task_id, ttl=lease.run_ttl, fingerprint=lease.fingerprint
+        )
 
     def lease_ended(self, lease: Lease) -> None:
         """A lease was lost. Told once for each, by whichever thread noticed."""

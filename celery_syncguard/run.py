@@ -33,7 +33,7 @@ from celery_syncguard.guard import lock_held
 from celery_syncguard.interrupt import Interrupt, interrupt_for
 from celery_syncguard.key import RESERVED_PREFIX, new_lock_id, public_key, shortened
 from celery_syncguard.lease import Lease
-from celery_syncguard.message import HEADER, carried_options, claim_of, header_of, is_broadcast
+from celery_syncguard.message import HEADER, carried_options, claim_of, differ, header_of, is_broadcast
 from celery_syncguard.options import TaskOptions
 from celery_syncguard.process import default_holder, process_id
 from celery_syncguard.skipped import Skipped
@@ -124,7 +124,7 @@ class Run:
     def of(cls, task: Any, request: Any, args: Any, kwargs: Any) -> Run:
         """For the delivery that `request` describes. Computes the keys that its message lacks."""
         header = header_of(request.headers)
-        for entry in ("key", "run", "claim", "call"):
+        for entry in ("key", "run", "claim", "call", "print"):
             # Whoever sent it may not be this library.
             if header.get(entry) is not None:
                 header[entry] = public_key(header[entry], what=f"{entry} in the header of a message")
@@ -334,6 +334,7 @@ class Run:
     def _start(self, lease: Lease) -> None:
         lease.run_key = self.run_key
         lease.run_ttl = self.options.run_once_ttl
+        lease.fingerprint = self.header.get("print")
         signals.lock_acquired.send(sender=self.task, lease=lease)
         if self.options.lock_on_lost == "interrupt":
             self.interrupt = interrupt_for()
@@ -398,6 +399,7 @@ class Run:
                 run_ttl=run_ttl,
                 claim_key=claim_key,
                 attempt_done=by_itself,
+                fingerprint=self.header.get("print"),
             )
         except SyncGuardError as exc:
             logger.error("could not release %r, it ends at its ttl: %s", lease.key, exc)
@@ -482,6 +484,8 @@ class Run:
             logger.info("%s not run: another delivery of this attempt ended %.1f s ago", who, done.age)
             raise Answered("another delivery of this attempt has ended")
         logger.info("%s not run: %r was done by task %s %.1f s ago", who, done.run_key, done.task_id, done.age)
+        if differ(done.fingerprint, self.header.get("print")):
+            logger.warning("%s: task %s did %r with other arguments than these", who, done.task_id, done.run_key)
         self._guard.counts["answered"] += 1
         signals.run_answered.send(sender=self.task, done=done)
         if self.options.dedup_until != "ttl":
