@@ -39,7 +39,7 @@ _NETWORK = {
     "application_name": "celery-syncguard",
 }
 
-#: Seconds that a request to cancel may take, and that the answer to what it cancelled may take after that.
+#: Seconds that a request to cancel may take, and for which it is repeated until what it cancels has ended.
 _CANCEL = 1.0
 
 #: SQLSTATE invalid_sql_statement_name.
@@ -130,6 +130,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._direct: bool | None = None  # not known yet
+        self.last_words = ""  # what the server said to a cancel
         self._statements: dict[bytes, bytes | None] = {}
 
     def wait(self, gen: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
@@ -174,6 +175,9 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         # What a server says unasked is its goodbye, nearly always; a connection too many is no loss.
         return not _readable(self.pgconn.socket, 0.0)
 
+    def _hear(self, notice: psycopg.errors.Diagnostic) -> None:
+        self.last_words = f": {notice.message_primary}"
+
     @property
     def active(self) -> bool:
         """Whether it is in the middle of a statement."""
@@ -188,7 +192,15 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
             self.close()
             return
         pgconn = self.pgconn
-        if self.leave is None or (cancelled(pgconn, timeout=_CANCEL) and ended(pgconn, timeout=_CANCEL)):
+        self.add_notice_handler(self._hear)
+        give_up_at = clock.now() + _CANCEL
+        has_ended = False
+        # More than once: a request that comes before the statement has begun is forgotten.
+        while not has_ended and cancelled(pgconn, timeout=_CANCEL):
+            has_ended = ended(pgconn, timeout=_CANCEL / 4)
+            if clock.now() >= give_up_at:
+                break
+        if has_ended or self.leave is None:
             pgconn.finish()
             return
         # To everybody else it is closed: this one was never open.
@@ -229,7 +241,9 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
                 ready = yield wanted
                 if not ready and clock.now() >= give_up_at:
                     self.abandon()
-                    raise psycopg.OperationalError(f"the server did not answer within {self.patience:g} s")
+                    raise psycopg.OperationalError(
+                        f"the server did not answer within {self.patience:g} s{self.last_words}"
+                    )
                 wanted = gen.send(ready)
         except StopIteration as stop:
             return stop.value

@@ -27,7 +27,7 @@ from celery_syncguard.confirmer import UNCONFIRMED_TTL
 from celery_syncguard.errors import DuplicateTask, SyncGuardError
 from celery_syncguard.events import logger
 from celery_syncguard.key import new_lock_id, task_key
-from celery_syncguard.message import HEADER, header_of, without_way
+from celery_syncguard.message import HEADER, differ, header_of, without_way
 from celery_syncguard.options import TaskOptions
 from celery_syncguard.process import default_holder
 from celery_syncguard.receipts import ask_for_receipts
@@ -87,7 +87,9 @@ def publish(
             _quietly(lambda: store.claim(key, task_id=task_id, ttl=ttl, holder=holder, again=again))
         return send(**call)
     try:
-        claim = store.claim(key, task_id=task_id, ttl=min(UNCONFIRMED_TTL, ttl), holder=holder)
+        claim = store.claim(
+            key, task_id=task_id, ttl=min(UNCONFIRMED_TTL, ttl), holder=holder, fingerprint=header.get("print")
+        )
     except SyncGuardError as exc:
         if not begun(call):
             raise
@@ -153,6 +155,8 @@ def _duplicate(
     send: Callable[..., Any],
 ) -> Any:
     """The existing task's result, unless the message has to be sent all the same."""
+    if differ(claim.fingerprint, header.get("print")):
+        logger.warning("%s: task %s has claimed %r with other arguments than these", name, claim.task_id, claim.key)
     error = DuplicateTask(
         f"{name} is a duplicate: {claim.key!r} was claimed {claim.age:.1f} s ago by task {claim.task_id}",
         task_id=claim.task_id,

@@ -397,6 +397,14 @@ def _durability(conn: Connection, role: str) -> Check:
             "set fsync = on in the server's configuration",
         )
     level = _value(conn, "SHOW synchronous_commit")
+    waits_for = _value(conn, "SHOW synchronous_standby_names")
+    if waits_for and level not in ("off", "local") and not _value(conn, "SELECT count(*) FROM pg_stat_replication"):
+        return Check(
+            "durability",
+            "fail",
+            f"synchronous_standby_names is {waits_for!r} and no standby is connected: every grant waits for one, and is given up",
+            "bring the standby back, or take it out of synchronous_standby_names (and reload)",
+        )
     if level == "off":
         return Check(
             "durability",

@@ -122,10 +122,12 @@ class TooManyDeaths(SyncGuardError):
 class StoreUnavailable(SyncGuardError):
     """The database did not answer, or refused to: whether the statement took effect is unknown.
 
-    Attributes: `sent`, false if it certainly did not, because no connection was to be had.
+    Attributes: `sent`, false if it certainly did not, because no connection was to be had, or because of `busy`: a wait for a
+    lock that another transaction has came to its bound of two seconds.
     """
 
     sent: bool = True
+    busy: bool = False
 
 
 class SchemaBehind(SyncGuardError):

@@ -265,12 +265,12 @@ class SyncGuard:
         """`acquire`, repeated for `wait` seconds while the key is held."""
         give_up_at = clock.now() + wait
         if wait <= 0 or not self._turns.anybody(request.key):
-            answer = self.acquire(request)
+            answer = self._acquire_by(request, give_up_at)
             if wait <= 0 or not isinstance(answer, Held):
                 return answer
         # One waiter per process and key asks the database; the others wait for their turn behind it.
         with self._turns.turn(request.key, give_up_at - clock.now()) as ours:
-            answer = self.acquire(request)
+            answer = self._acquire_by(request, give_up_at)
             quiet = 0
             while ours and isinstance(answer, Held):
                 left = give_up_at - clock.now()
@@ -284,8 +284,18 @@ class SyncGuard:
                     pause = min(pause, 0.05)
                 heard = self.store.wait(request.key, max(0.001, min(left, pause)))
                 quiet = 0 if heard else quiet + 1
-                answer = self.acquire(request)
+                answer = self._acquire_by(request, give_up_at)
         return answer
+
+    def _acquire_by(self, request: Acquire, give_up_at: float) -> Lease | Held | Done | Dead:
+        """One attempt, and others until then while another transaction is in the way, for which each waits by itself."""
+        while True:
+            try:
+                return self.acquire(request)
+            except StoreUnavailable as exc:
+                # What was perhaps granted is being released, under the same lock_id.
+                if exc.sent or not exc.busy or clock.now() >= give_up_at:
+                    raise
 
     def release_lease(self, lease: Lease, **extras: Any) -> bool:
         """Release, with what a task adds to it (`store.Release`). A database that does not answer does not stop the
@@ -340,7 +350,9 @@ class SyncGuard:
         if lease.run_key is None:
             raise NoLease("lease.complete() is for a task with run_once: there is nothing to remember otherwise")
         self.prove_lease(lease, conn)
-        return self.store.complete(conn, run_key=lease.run_key, task_id=lease.task_id, ttl=lease.run_ttl)
+        return self.store.complete(
+            conn, run_key=lease.run_key, task_id=lease.task_id, ttl=lease.run_ttl, fingerprint=lease.fingerprint
+        )
 
     def lease_ended(self, lease: Lease) -> None:
         """A lease was lost. Told once for each, by whichever thread noticed."""

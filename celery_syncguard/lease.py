@@ -85,6 +85,7 @@ class Lease:
         "_process",
         "deadline",
         "fence",
+        "fingerprint",
         "holder",
         "key",
         "lock_id",
@@ -114,6 +115,8 @@ class Lease:
         self.task_id: str | None = None
         self.run_key: str | None = None
         self.run_ttl = 0.0
+        #: Of the arguments, for the completion.
+        self.fingerprint: str | None = None
         self._process = process_id()
         self._keeper = keeper
         self._mutex = threading.Lock()

@@ -49,6 +49,7 @@ class _Claim:
     claimed: float
     expires: float
     next_task_id: str | None = None
+    fingerprint: str | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -56,6 +57,7 @@ class _Completion:
     task_id: str | None
     completed: float
     expires: float
+    fingerprint: str | None = None
 
 
 def _attempt_key(call_id: str | None, attempt: int | None) -> str:
@@ -113,7 +115,7 @@ class MemoryStore:
             for run_key in request.run_keys:
                 done = self._completions.get(run_key)
                 if done is not None and done.expires > now:
-                    return Done(run_key=run_key, task_id=done.task_id, age=now - done.completed)
+                    return Done(run_key, done.task_id, now - done.completed, done.fingerprint)
             if request.max_deaths is not None and request.task_id is not None:
                 dead = self._dead(request, request.max_deaths, row, now)
                 if dead is not None:
@@ -207,7 +209,7 @@ class MemoryStore:
             if row is not None and row.request.lock_id != release.lock_id:
                 row = None
             if release.run_key is not None and (row is not None or release.attempt_done):
-                self._complete(release.run_key, release.task_id, release.run_ttl or 0.0, now)
+                self._complete(release.run_key, release.task_id, release.run_ttl or 0.0, now, release.fingerprint)
             for subject in _subjects(release.key, release.task_id):
                 deaths = self._deaths.get(subject)
                 if release.attempt_done:
@@ -300,14 +302,25 @@ class MemoryStore:
             row = self._rows.get(key)
             return self._changed.wait_for(lambda: self._rows.get(key) is not row or row is None, timeout)
 
-    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None, again: bool = False) -> Claim:
+    def claim(
+        self,
+        key: str,
+        *,
+        task_id: str,
+        ttl: float,
+        holder: str | None = None,
+        again: bool = False,
+        fingerprint: str | None = None,
+    ) -> Claim:
         with self._changed:
             now = clock.now()
             for row in self._rows.values():
                 if row.expires <= now and row.request.claim_key == key:
                     self._end_claim_of(row)
             claim = self._claim(key, task_id, ttl, holder, now)
-            if again and claim.task_id != task_id:
+            if claim.task_id == task_id:
+                claim.fingerprint = fingerprint or claim.fingerprint
+            elif again:
                 claim.next_task_id = task_id
             return Claim(
                 key=key,
@@ -316,6 +329,7 @@ class MemoryStore:
                 age=now - claim.claimed,
                 remaining=claim.expires - now,
                 holder=claim.holder,
+                fingerprint=claim.fingerprint,
             )
 
     def _claim(self, key: str, task_id: str, ttl: float, holder: str | None, now: float) -> _Claim:
@@ -369,15 +383,19 @@ class MemoryStore:
                 row is not None and (row.request.lock_id, row.fence) == (lock_id, fence) and row.expires > clock.now()
             )
 
-    def complete(self, conn: Any, *, run_key: str, task_id: str | None, ttl: float) -> bool:
+    def complete(
+        self, conn: Any, *, run_key: str, task_id: str | None, ttl: float, fingerprint: str | None = None
+    ) -> bool:
         with self._changed:
-            return self._complete(run_key, task_id, ttl, clock.now())
+            return self._complete(run_key, task_id, ttl, clock.now(), fingerprint)
 
-    def _complete(self, run_key: str, task_id: str | None, ttl: float, now: float) -> bool:
+    def _complete(
+        self, run_key: str, task_id: str | None, ttl: float, now: float, fingerprint: str | None = None
+    ) -> bool:
         done = self._completions.get(run_key)
         if done is not None and done.expires > now:
             return False
-        self._completions[run_key] = _Completion(task_id=task_id, completed=now, expires=now + ttl)
+        self._completions[run_key] = _Completion(task_id, now, now + ttl, fingerprint)
         return True
 
     def forget(self) -> None:

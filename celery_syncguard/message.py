@@ -15,10 +15,11 @@ from typing import Any
 
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey
 
-__all__ = ["HEADER", "carried_options", "claim_of", "header_of", "is_broadcast", "queue_of", "without_way"]
+__all__ = ["HEADER", "carried_options", "claim_of", "differ", "header_of", "is_broadcast", "queue_of", "without_way"]
 
 #: Its entries, each optional: `key`, `run`, `claim` (text); `call` (text, new with each publish, kept by everything that
-#: follows from it: copies, retries, what replaces it); `claimed` (the publisher made the claim); `options`
+#: follows from it: copies, retries, what replaces it); `claimed` (the publisher made the claim); `print` (a
+#: fingerprint of the arguments, where a key says what counts as the same work); `options`
 #: (overrides of this call); `held` (how often the message came back because the lock was held); `given` (which of the
 #: keys were given for this call, so that other arguments in a retry do not change them); `serializer` (of this call).
 HEADER = "syncguard"
@@ -48,6 +49,11 @@ def carried_options(header: Mapping[str, Any]) -> Mapping[str, Any]:
                 f"the header of a message carries a template for {name}; a key comes ready-made, or not at all"
             )
     return carried
+
+
+def differ(one: str | None, other: str | None) -> bool:
+    """Whether two fingerprints of arguments are known and not the same."""
+    return one is not None and other is not None and one != other
 
 
 def claim_of(ours: Any) -> str | None:
@@ -107,9 +113,16 @@ def queue_of(app: Any, delivery_info: Mapping[str, Any] | None) -> Any:
 
 
 def is_broadcast(app: Any, delivery_info: Mapping[str, Any] | None) -> bool:
-    """Whether a message came through a fanout exchange of the application, which hands one to each of its queues."""
-    exchange = (delivery_info or {}).get("exchange")
-    return bool(exchange) and any(
-        queue.exchange and queue.exchange.name == exchange and queue.exchange.type == "fanout"
-        for queue in app.amqp.queues.values()
-    )
+    """Whether every worker gets what is sent where a message came from: a fanout exchange hands it to each of its queues, a
+    stream queue to each of its consumers.
+    """
+    exchange = (delivery_info or {}).get("exchange") or ""
+    routing_key = (delivery_info or {}).get("routing_key")
+    for queue in app.amqp.queues.values():
+        if queue.exchange and queue.exchange.type == "fanout" and queue.exchange.name == exchange:
+            return True
+        if (queue.queue_arguments or {}).get("x-queue-type") == "stream":
+            direct = queue.name == routing_key if not exchange else queue.routing_key == routing_key
+            if direct and (not exchange or queue.exchange.name == exchange):
+                return True
+    return False

@@ -385,6 +385,20 @@ class Parameters:
         return named
 
 
+def fingerprint(arguments: Mapping[str, Any]) -> str | None:
+    """Tells arguments apart where a key calls them the same work. None if no canonical form of them is known."""
+    try:
+        return _digest(arguments)
+    except (TypeError, ValueError):
+        return None
+
+
+def _digest(arguments: Mapping[str, Any]) -> str:
+    encoded = json_dumps(plain(dict(arguments)))  # type: ignore[no-untyped-call]
+    canonical = json.dumps(json.loads(encoded), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:32]
+
+
 def arguments_key(name: str, serializer: str, arguments: Mapping[str, Any]) -> str:
     """`dedup_key=True`: the task's name and a hash of what the serializer makes of its arguments.
 
@@ -394,13 +408,11 @@ def arguments_key(name: str, serializer: str, arguments: Mapping[str, Any]) -> s
     """
     serialization.dumps(dict(arguments), serializer=serializer)  # type: ignore[no-untyped-call]
     try:
-        encoded = json_dumps(plain(dict(arguments)))  # type: ignore[no-untyped-call]
-        canonical = json.dumps(json.loads(encoded), sort_keys=True, separators=(",", ":"))
+        digest = _digest(arguments)
     except (TypeError, ValueError) as exc:
         raise InvalidKey(
             f"dedup_key=True cannot tell when two of these arguments are equal ({exc}): give a template or a callable"
         ) from exc
-    digest = hashlib.sha256(canonical.encode()).hexdigest()[:32]
     # The label is for people and may be cut; the hash carries the difference.
     label = name.encode(errors="replace")[:200].decode(errors="ignore")
     return task_key(f"{label}:{digest}", what="dedup_key")

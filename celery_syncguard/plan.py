@@ -14,7 +14,7 @@ from celery_syncguard.config import DEFAULT_TTL
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey
 from celery_syncguard.key import task_key
 from celery_syncguard.message import carried_options
-from celery_syncguard.options import Parameters, TaskOptions, Template, arguments_key, as_sent, portable
+from celery_syncguard.options import Parameters, TaskOptions, Template, arguments_key, as_sent, fingerprint, portable
 
 __all__ = ["Plan"]
 
@@ -88,6 +88,8 @@ class Plan:
                 plain_args, plain_kwargs = dump(args, kwargs) if dump is not None else (args, kwargs)
                 dumped = as_sent(plain_args, plain_kwargs, serializer)
             header[entry] = self._key(task, name, source, *dumped, serializer=serializer)
+            if entry != "key" and source is not True:
+                header["print"] = self._fingerprint(*dumped)
             if name in overrides:
                 header["given"] = [*header.get("given", ()), entry]
         if "lock_max_deaths" in overrides and not (header.get("key") or header.get("run") or options.run_once):
@@ -100,6 +102,12 @@ class Plan:
         entries = [(name, entry, getattr(options, name)) for name, entry in _ENTRIES.items()]
         # run_once=True goes by the task's id.
         return [one for one in entries if one[2] and not (one[0] == "run_once" and one[2] is True)]
+
+    def _fingerprint(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+        try:
+            return fingerprint(self._parameters.bind(args, kwargs))
+        except TypeError:
+            return None  # that they do not fit is for others to say
 
     def _key(
         self,

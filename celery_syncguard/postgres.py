@@ -43,18 +43,18 @@ WARN_FENCE = 90_000_000_000_000
 _QUERIES = {
     "acquire": "SELECT to_json({}syncguard_acquire($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13))",
     "renew": "SELECT lock_id, expires_at_ms FROM {}syncguard_renew(%s, %s, %s)",
-    "release": "SELECT to_json({}syncguard_release($1, $2, $3, $4, $5, $6, $7, $8))",
+    "release": "SELECT to_json({}syncguard_release($1, $2, $3, $4, $5, $6, $7, $8, $9))",
     "release_process": "SELECT to_json({}syncguard_release_process($1))",
     "list": "SELECT * FROM {}syncguard_list(%s, %s)",
     "prune": "SELECT to_json({}syncguard_prune($1, $2))",
     "wait": "SELECT to_json({}syncguard_wait($1, $2))",
     # Without waiting for the disk: its confirmation waits, before which nobody relies on it.
     "claim": "SELECT to_json(claim) FROM set_config('synchronous_commit', 'off', TRUE), "
-    "{}syncguard_claim($1, $2, $3, $4, $5) AS claim",
+    "{}syncguard_claim($1, $2, $3, $4, $5, $6) AS claim",
     "confirm": "SELECT to_json({}syncguard_confirm($1, $2, $3))",
     "unclaim": "SELECT to_json({}syncguard_unclaim($1, $2))",
     "fenced": "SELECT {}syncguard_fenced(%s, %s, %s, %s)",
-    "complete": "SELECT {}syncguard_complete(%s, %s, %s)",
+    "complete": "SELECT {}syncguard_complete(%s, %s, %s, %s)",
 }
 
 #: Which server, database and schema a connection leads to, for comparing and for people. Addresses differ by the way in.
@@ -88,6 +88,8 @@ _MISSING = (pg.UndefinedFunction, pg.UndefinedTable, pg.UndefinedColumn, pg.Inva
 
 class _Busy(StoreUnavailable):
     """A wait for a row on the server came to its bound, the lock_timeout."""
+
+    busy = True
 
 
 def _ms(seconds: float) -> int:
@@ -170,7 +172,12 @@ class PostgresStore:
                 sent_at=sent[0],
             )
         if outcome == "done":
-            return Done(run_key=row["run_key"], task_id=row["task_id"], age=(now_ms - acquired) / 1000)
+            return Done(
+                run_key=row["run_key"],
+                task_id=row["task_id"],
+                age=(now_ms - acquired) / 1000,
+                fingerprint=row["fingerprint"],
+            )
         if outcome == "dead":
             return Dead(deaths=row["deaths"], of_task=row["task_id"] is not None)
         return Held(
@@ -221,6 +228,7 @@ class PostgresStore:
             None if release.run_ttl is None else _ms(release.run_ttl),
             release.claim_key,
             release.attempt_done,
+            release.fingerprint,
         )
         try:
             return bool(self._call("release", parameters))
@@ -267,8 +275,17 @@ class PostgresStore:
 
     # Claims
 
-    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None, again: bool = False) -> Claim:
-        row = self._call("claim", (key, task_id, _ms(ttl), holder, again))
+    def claim(
+        self,
+        key: str,
+        *,
+        task_id: str,
+        ttl: float,
+        holder: str | None = None,
+        again: bool = False,
+        fingerprint: str | None = None,
+    ) -> Claim:
+        row = self._call("claim", (key, task_id, _ms(ttl), holder, again, fingerprint))
         return Claim(
             key=key,
             task_id=row["task_id"],
@@ -276,6 +293,7 @@ class PostgresStore:
             age=max(0.0, (row["now_ms"] - row["claimed_at_ms"]) / 1000),
             remaining=max(0.0, (row["expires_at_ms"] - row["now_ms"]) / 1000),
             holder=row["holder"],
+            fingerprint=row["fingerprint"],
         )
 
     def confirm(self, claims: Sequence[tuple[str, str, float]]) -> int:
@@ -293,8 +311,10 @@ class PostgresStore:
         self._refuse_if_alive_elsewhere(conn, key, lock_id)
         return False
 
-    def complete(self, conn: Any, *, run_key: str, task_id: str | None, ttl: float) -> bool:
-        return bool(self._in_caller(conn, "complete", (run_key, task_id, _ms(ttl))))
+    def complete(
+        self, conn: Any, *, run_key: str, task_id: str | None, ttl: float, fingerprint: str | None = None
+    ) -> bool:
+        return bool(self._in_caller(conn, "complete", (run_key, task_id, _ms(ttl), fingerprint)))
 
     def _refuse_if_alive_elsewhere(self, conn: Any, key: str, lock_id: str) -> None:
         """Raise `LeaseNotVisible` if the caller's connection misses a lease that is alive in our database."""
@@ -395,7 +415,8 @@ class PostgresStore:
                     return work(conn)
             except StoreUnavailable as exc:
                 left = give_up_at - clock.now()
-                exc.sent = sent
+                # Where the server answered that it did not, an attempt before that may have.
+                exc.sent = sent and not (exc.busy and attempt == 0)
                 if not isinstance(exc.__cause__, _TRANSIENT) or isinstance(exc.__cause__, _FINAL) or left <= 0:
                     raise
                 if attempt:

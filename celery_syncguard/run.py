@@ -33,7 +33,7 @@ from celery_syncguard.guard import lock_held
 from celery_syncguard.interrupt import Interrupt, interrupt_for
 from celery_syncguard.key import RESERVED_PREFIX, new_lock_id, public_key, shortened
 from celery_syncguard.lease import Lease
-from celery_syncguard.message import HEADER, carried_options, claim_of, header_of, is_broadcast
+from celery_syncguard.message import HEADER, carried_options, claim_of, differ, header_of, is_broadcast
 from celery_syncguard.options import TaskOptions
 from celery_syncguard.process import default_holder, process_id
 from celery_syncguard.skipped import Skipped
@@ -124,7 +124,7 @@ class Run:
     def of(cls, task: Any, request: Any, args: Any, kwargs: Any) -> Run:
         """For the delivery that `request` describes. Computes the keys that its message lacks."""
         header = header_of(request.headers)
-        for entry in ("key", "run", "claim", "call"):
+        for entry in ("key", "run", "claim", "call", "print"):
             # Whoever sent it may not be this library.
             if header.get(entry) is not None:
                 header[entry] = public_key(header[entry], what=f"{entry} in the header of a message")
@@ -250,7 +250,7 @@ class Run:
                 self._stop_asking(request, exc)
                 raise
             if isinstance(answer, Lease):
-                return self._run_body(body, answer)
+                return self._run_locked(body, answer)
             if isinstance(answer, Done):
                 return self._answer(answer)
             if isinstance(answer, Dead):
@@ -289,11 +289,20 @@ class Run:
 
     # The body
 
+    def _run_locked(self, body: Callable[[], Any], lease: Lease) -> Any:
+        try:
+            return self._run_body(body, lease)
+        except BaseException as exc:
+            if not lease.released:
+                # A soft time limit struck between two steps of ours, before the body or at its end.
+                self._leave(_running.get(get_ident(), []))
+                self._end(lease, exc)
+            raise
+
     def _run_body(self, body: Callable[[], Any], lease: Lease | None) -> Any:
         self.lease = lease
         self.request.__dict__[RUN] = self
-        here = get_ident()
-        runs = _running.setdefault(here, [])
+        runs = _running.setdefault(get_ident(), [])
         failure: BaseException | None = None
         try:
             try:
@@ -314,13 +323,16 @@ class Run:
                 raise failure.with_traceback(exc.__traceback__) from None
             raise
         finally:
-            if self in runs:
-                runs.remove(self)
-            if not runs:
-                _running.pop(here, None)
-            self.request.__dict__.pop(RUN, None)
+            self._leave(runs)
             self._end(self.lease, failure)
             failure = None
+
+    def _leave(self, runs: list[Run]) -> None:
+        if self in runs:
+            runs.remove(self)
+        if not runs:
+            _running.pop(get_ident(), None)
+        self.request.__dict__.pop(RUN, None)
 
     def give_up_lease(self) -> None:
         """What an eager body puts in its own place runs inside of it, and may need the same lock. In a worker it comes after the
@@ -334,6 +346,7 @@ class Run:
     def _start(self, lease: Lease) -> None:
         lease.run_key = self.run_key
         lease.run_ttl = self.options.run_once_ttl
+        lease.fingerprint = self.header.get("print")
         signals.lock_acquired.send(sender=self.task, lease=lease)
         if self.options.lock_on_lost == "interrupt":
             self.interrupt = interrupt_for()
@@ -398,6 +411,7 @@ class Run:
                 run_ttl=run_ttl,
                 claim_key=claim_key,
                 attempt_done=by_itself,
+                fingerprint=self.header.get("print"),
             )
         except SyncGuardError as exc:
             logger.error("could not release %r, it ends at its ttl: %s", lease.key, exc)
@@ -482,6 +496,8 @@ class Run:
             logger.info("%s not run: another delivery of this attempt ended %.1f s ago", who, done.age)
             raise Answered("another delivery of this attempt has ended")
         logger.info("%s not run: %r was done by task %s %.1f s ago", who, done.run_key, done.task_id, done.age)
+        if differ(done.fingerprint, self.header.get("print")):
+            logger.warning("%s: task %s did %r with other arguments than these", who, done.task_id, done.run_key)
         self._guard.counts["answered"] += 1
         signals.run_answered.send(sender=self.task, done=done)
         if self.options.dedup_until != "ttl":

@@ -197,8 +197,9 @@ class _SlotSending:
         return min(self.max_interval, max(0.0, heap[0].time - clock.now())) if heap else self.max_interval
 
     def _is_another(self, schedule: Any) -> bool:
-        # Celery compares all entries in every tick, and so with every slot that is sent: 40 ms of 5,000 entries.
-        if schedule is self._compared and clock.now() < self._compare_at:
+        # Celery compares all entries in every tick, and so with every slot that is sent: 40 ms of 5,000 entries. A class
+        # with `look_in` has its own bound.
+        if schedule is self._compared and clock.now() < self._compare_at and not hasattr(self, "look_in"):
             return False
         self._compared, self._compare_at = schedule, clock.now() + _LOOKING
         return not self.schedules_equal(self.old_schedulers, schedule)
@@ -248,7 +249,7 @@ class _SlotSending:
 
     def _enter(self, schedule: Mapping[str, Any]) -> None:
         texts = {name: describe(entry.schedule) for name, entry in schedule.items() if _storable(name)}
-        entries = self._entries(texts)
+        entries = self._standing(texts)
         first = self._unsent is None
         if self._unsent is None:
             unsent_before: dict[str, set[datetime]] = {}
@@ -281,7 +282,7 @@ class _SlotSending:
                 self._slots.drop(Slot(name, due_at), term=int(self._lease.fence))
             del self._unsent[name]
 
-    def _entries(self, texts: Mapping[str, str]) -> Mapping[str, EntryRow]:
+    def _standing(self, texts: Mapping[str, str]) -> Mapping[str, EntryRow]:
         """Where the entries stand, at the time by which this leader goes."""
         asked_at = clock.now()
         entered = self._slots.enter(self._lease, texts, now=self._now() if self._begun else None)

@@ -87,11 +87,12 @@ class Held:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Done:
-    """A completion answers the request: the work was done by `task_id`, `age` seconds ago."""
+    """A completion answers the request: the work was done by `task_id`, `age` seconds ago, with these arguments."""
 
     run_key: str
     task_id: str | None
     age: float
+    fingerprint: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ class Release:
     run_ttl: float | None = None
     claim_key: str | None = None
     attempt_done: bool = False
+    fingerprint: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,6 +156,7 @@ class Claim:
     age: float
     remaining: float
     holder: str | None = None
+    fingerprint: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -199,10 +202,19 @@ class LockStore(Protocol):
     def wait(self, key: str, timeout: float) -> bool:
         """Wait until the lease on `key` may be gone, at most `timeout` seconds. A hint; False: nothing was heard."""
 
-    def claim(self, key: str, *, task_id: str, ttl: float, holder: str | None = None, again: bool = False) -> Claim:
+    def claim(
+        self,
+        key: str,
+        *,
+        task_id: str,
+        ttl: float,
+        holder: str | None = None,
+        again: bool = False,
+        fingerprint: str | None = None,
+    ) -> Claim:
         """Claim a piece of work for a task, unless another task has a live claim. A claim is over when a lease that its
         task held for it has expired. `again`: the task has begun and is to run again; if another one has the claim, it
-        gets it when that one starts. May be forgotten in a crash, unless it is confirmed.
+        gets it when that one starts. `fingerprint`: of the arguments. May be forgotten in a crash, unless it is confirmed.
         """
 
     def confirm(self, claims: Sequence[tuple[str, str, float]]) -> int:
@@ -214,7 +226,9 @@ class LockStore(Protocol):
     def fenced(self, conn: Any, *, key: str, lock_id: str, fence: int) -> bool:
         """In the transaction open on `conn`: hold the lease fast until that ends. False: the lease is not live."""
 
-    def complete(self, conn: Any, *, run_key: str, task_id: str | None, ttl: float) -> bool:
+    def complete(
+        self, conn: Any, *, run_key: str, task_id: str | None, ttl: float, fingerprint: str | None = None
+    ) -> bool:
         """In the transaction open on `conn`: record a completion. False: there is one already."""
 
     def forget(self) -> None:

@@ -185,13 +185,10 @@ class LockedTask(Task):  # type: ignore[misc]
     def _fail_unsent(self, exc: Exception, args: Any, kwargs: Any, link_error: Any, call: dict[str, Any]) -> Any:
         """End this task, which could not be published after its parent, as a failure of its own, with all that waits for it."""
         task_id = call["task_id"] or uuid()
-        logger.error(
-            "%s[%s] cannot be sent after %s, so it fails: %s",
-            self.name,
-            task_id,
-            call.get("parent_id"),
-            str(exc) or repr(exc),
-        )
+        # The head of a chain is given the root only.
+        before = current_task.request.id if current_task else call.get("parent_id")
+        why = str(exc) or repr(exc.__cause__ or exc)
+        logger.error("%s[%s] cannot be sent after %s, so it fails: %s", self.name, task_id, before, why)
         request = Context(
             id=task_id,
             task=self.name,
@@ -275,7 +272,7 @@ class LockedTask(Task):  # type: ignore[misc]
         )
         if changed and "headers" not in options and request.headers:
             before = header_of(request.headers)
-            made_anew = {"key", "run", "claim"}.difference(before.get("given", ())) | {"claimed"}
+            made_anew = {"key", "run", "claim"}.difference(before.get("given", ())) | {"claimed", "print"}
             header = {name: value for name, value in before.items() if name not in made_anew}
             # Computed now, so that the end of this attempt knows whether its claim goes on.
             new_args = request.args if args is None else args

@@ -605,6 +605,15 @@ class StoreContract:
             assert store.claim("c", task_id="new", ttl=60.0).ours
             store.unclaim("c", task_id="new")
 
+    def test_a_claim_and_a_completion_tell_the_fingerprint_of_their_arguments(self, store: LockStore) -> None:
+        store.claim("c", task_id="t", ttl=60.0, fingerprint="one")
+        assert store.claim("c", task_id="t", ttl=60.0).fingerprint == "one"
+        assert store.claim("c", task_id="other", ttl=60.0, fingerprint="two").fingerprint == "one"
+        _release(store, _acquire(store, "k"), run_key="run", run_ttl=60.0, fingerprint="one")
+        done = _ask(store, "k", run_keys=("run",))
+        assert isinstance(done, Done)
+        assert done.fingerprint == "one"
+
     def test_an_acquire_without_a_claim_ttl_ends_its_claim(self, store: LockStore) -> None:
         store.claim("c", task_id="t", ttl=60.0)
         _acquire(store, "k", task_id="t", claim_key="c")

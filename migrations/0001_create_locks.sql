@@ -61,14 +61,16 @@ CREATE TABLE syncguard_completions (
   run_key TEXT PRIMARY KEY,
   task_id TEXT,
   completed_at_ms BIGINT NOT NULL,
-  expires_at_ms BIGINT NOT NULL
+  expires_at_ms BIGINT NOT NULL,
+  fingerprint TEXT
 );
 CREATE INDEX idx_syncguard_completions_expires ON syncguard_completions (expires_at_ms);
 
 -- By the expired lease of its task a claim is known to be over (syncguard_claim).
 CREATE INDEX idx_syncguard_locks_claim ON syncguard_locks (claim_key) WHERE claim_key IS NOT NULL;
 
--- Work that is queued or running. The task id owns the claim. next_task_id: a task that is to run again under the same
+-- Work that is queued or running. The task id owns the claim. fingerprint: of its arguments, as of a completion's; the key
+-- says what counts as the same work, and this whether more was the same. next_task_id: a task that is to run again under the same
 -- claim as soon as its owner starts (dedup_until="start").
 CREATE TABLE syncguard_claims (
   claim_key TEXT PRIMARY KEY,
@@ -76,7 +78,8 @@ CREATE TABLE syncguard_claims (
   holder TEXT,
   claimed_at_ms BIGINT NOT NULL,
   expires_at_ms BIGINT NOT NULL,
-  next_task_id TEXT
+  next_task_id TEXT,
+  fingerprint TEXT
 );
 CREATE INDEX idx_syncguard_claims_expires ON syncguard_claims (expires_at_ms);
 
@@ -142,7 +145,8 @@ CREATE FUNCTION syncguard_acquire(
   OUT attempt INTEGER,
   OUT call_id TEXT,
   OUT run_key TEXT,
-  OUT deaths INTEGER
+  OUT deaths INTEGER,
+  OUT fingerprint TEXT
 )
 LANGUAGE plpgsql VOLATILE
 SET lock_timeout = '2s'
@@ -189,6 +193,7 @@ BEGIN
         run_key := v_done.run_key;
         task_id := v_done.task_id;
         acquired_at_ms := v_done.completed_at_ms;
+        fingerprint := v_done.fingerprint;
         RETURN;
       END IF;
     END LOOP;
@@ -264,6 +269,7 @@ BEGIN
             run_key := v_done.run_key;
             task_id := v_done.task_id;
             acquired_at_ms := v_done.completed_at_ms;
+            fingerprint := v_done.fingerprint;
             RETURN;
           END IF;
         END LOOP;
@@ -397,7 +403,8 @@ CREATE FUNCTION syncguard_release(
   p_run_key TEXT DEFAULT NULL,
   p_run_ttl_ms BIGINT DEFAULT NULL,
   p_claim_key TEXT DEFAULT NULL,
-  p_attempt_done BOOLEAN DEFAULT FALSE
+  p_attempt_done BOOLEAN DEFAULT FALSE,
+  p_fingerprint TEXT DEFAULT NULL
 ) RETURNS BOOLEAN
 LANGUAGE plpgsql VOLATILE
 SET lock_timeout = '2s'
@@ -429,10 +436,11 @@ BEGIN
   END IF;
   v_now := syncguard_clock_ms();
   IF p_run_key IS NOT NULL AND (v_row.key IS NOT NULL OR p_attempt_done) THEN
-    INSERT INTO syncguard_completions AS c (run_key, task_id, completed_at_ms, expires_at_ms)
-    VALUES (p_run_key, p_task_id, v_now, v_now + p_run_ttl_ms)
+    INSERT INTO syncguard_completions AS c (run_key, task_id, completed_at_ms, expires_at_ms, fingerprint)
+    VALUES (p_run_key, p_task_id, v_now, v_now + p_run_ttl_ms, p_fingerprint)
     ON CONFLICT (run_key) DO UPDATE
-    SET task_id = excluded.task_id, completed_at_ms = excluded.completed_at_ms, expires_at_ms = excluded.expires_at_ms
+    SET task_id = excluded.task_id, completed_at_ms = excluded.completed_at_ms, expires_at_ms = excluded.expires_at_ms,
+      fingerprint = excluded.fingerprint
     WHERE c.expires_at_ms <= v_now;
   END IF;
   IF p_attempt_done AND (v_row.key IS NULL OR v_row.deaths IS NOT NULL) THEN
@@ -593,17 +601,20 @@ END
 $$;
 
 -- In the caller's transaction, after syncguard_fenced: remembers that p_run_key is done. False if it already was.
-CREATE FUNCTION syncguard_complete(p_run_key TEXT, p_task_id TEXT, p_ttl_ms BIGINT) RETURNS BOOLEAN
+CREATE FUNCTION syncguard_complete(
+  p_run_key TEXT, p_task_id TEXT, p_ttl_ms BIGINT, p_fingerprint TEXT DEFAULT NULL
+) RETURNS BOOLEAN
 LANGUAGE plpgsql VOLATILE
 SET search_path FROM CURRENT
 AS $$
 DECLARE
   v_now BIGINT := syncguard_clock_ms();
 BEGIN
-  INSERT INTO syncguard_completions AS c (run_key, task_id, completed_at_ms, expires_at_ms)
-  VALUES (p_run_key, p_task_id, v_now, v_now + p_ttl_ms)
+  INSERT INTO syncguard_completions AS c (run_key, task_id, completed_at_ms, expires_at_ms, fingerprint)
+  VALUES (p_run_key, p_task_id, v_now, v_now + p_ttl_ms, p_fingerprint)
   ON CONFLICT (run_key) DO UPDATE
-  SET task_id = excluded.task_id, completed_at_ms = excluded.completed_at_ms, expires_at_ms = excluded.expires_at_ms
+  SET task_id = excluded.task_id, completed_at_ms = excluded.completed_at_ms, expires_at_ms = excluded.expires_at_ms,
+    fingerprint = excluded.fingerprint
   WHERE c.expires_at_ms <= syncguard_clock_ms();
   RETURN FOUND;
 END
@@ -619,12 +630,14 @@ CREATE FUNCTION syncguard_claim(
   p_ttl_ms BIGINT,
   p_holder TEXT DEFAULT NULL,
   p_again BOOLEAN DEFAULT FALSE,
+  p_fingerprint TEXT DEFAULT NULL,
   OUT outcome TEXT,
   OUT now_ms BIGINT,
   OUT task_id TEXT,
   OUT holder TEXT,
   OUT claimed_at_ms BIGINT,
-  OUT expires_at_ms BIGINT
+  OUT expires_at_ms BIGINT,
+  OUT fingerprint TEXT
 )
 LANGUAGE plpgsql VOLATILE
 SET lock_timeout = '2s'
@@ -651,10 +664,11 @@ BEGIN
       END IF;
       outcome := 'duplicate';
     ELSE
-      INSERT INTO syncguard_claims AS c (claim_key, task_id, holder, claimed_at_ms, expires_at_ms)
-      VALUES (p_claim_key, p_task_id, p_holder, now_ms, now_ms + p_ttl_ms)
+      INSERT INTO syncguard_claims AS c (claim_key, task_id, holder, claimed_at_ms, expires_at_ms, fingerprint)
+      VALUES (p_claim_key, p_task_id, p_holder, now_ms, now_ms + p_ttl_ms, p_fingerprint)
       ON CONFLICT (claim_key) DO UPDATE
       SET task_id = excluded.task_id, holder = excluded.holder,
+        fingerprint = coalesce(excluded.fingerprint, CASE WHEN c.task_id = p_task_id THEN c.fingerprint END),
         next_task_id = CASE WHEN c.task_id = p_task_id THEN c.next_task_id END,
         claimed_at_ms = CASE WHEN c.task_id = p_task_id THEN c.claimed_at_ms ELSE syncguard_clock_ms() END,
         expires_at_ms = CASE
@@ -673,6 +687,7 @@ BEGIN
       holder := v_row.holder;
       claimed_at_ms := v_row.claimed_at_ms;
       expires_at_ms := v_row.expires_at_ms;
+      fingerprint := v_row.fingerprint;
       RETURN;
     END IF;
   END LOOP;
@@ -715,7 +730,7 @@ AS $$
 BEGIN
   IF p_ttl_ms IS NOT NULL THEN
     UPDATE syncguard_claims c
-    SET task_id = c.next_task_id, next_task_id = NULL, holder = NULL, claimed_at_ms = syncguard_clock_ms(),
+    SET task_id = c.next_task_id, next_task_id = NULL, holder = NULL, fingerprint = NULL, claimed_at_ms = syncguard_clock_ms(),
       expires_at_ms = syncguard_clock_ms() + p_ttl_ms
     WHERE c.claim_key = p_claim_key AND c.task_id = p_task_id AND c.next_task_id IS NOT NULL;
     IF FOUND THEN

@@ -160,7 +160,6 @@ def test_memory_and_threads_stay_flat_over_very_many_tasks_half_of_which_fail():
 @pytest.mark.parametrize(
     ("broker", "pool", "concurrency", "batch"),
     [
-        ("redis", "prefork", 1, 600),
         ("rabbitmq", "prefork", 1, 600),
         ("redis", "threads", 8, 300),
         ("rabbitmq", "gevent", 50, 300),

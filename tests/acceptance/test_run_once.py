@@ -66,6 +66,7 @@ def test_without_run_once_it_runs_again(setup, history):
     history.wait_for("end", count=2)
 
 
+@pytest.mark.usefixtures("redelivered")
 def test_a_copy_that_arrives_while_the_first_runs_is_answered_when_it_has_ended(setup, history):
     work = setup.module.work
     setup.start_worker(concurrency=3)

@@ -38,7 +38,7 @@ def make_producer(dsn, broker, queue, *, store=None):
 class ReadThenWrite(PostgresStore):
     """What many do: look whether the work is queued, then say that it is."""
 
-    def claim(self, key, *, task_id, ttl, holder=None):
+    def claim(self, key, *, task_id, ttl, holder=None, **_):
         def work(conn):
             row = conn.execute("select task_id from syncguard_claims where claim_key = %s", (key,)).fetchone()
             if row is None:

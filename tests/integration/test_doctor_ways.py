@@ -11,6 +11,7 @@ import pytest
 from celery_syncguard import SyncGuard, doctor, errors, migrate
 from celery_syncguard.config import Settings
 from celery_syncguard.doctor import examine
+from tests.fixtures.polling import poll
 from tests.fixtures.servers import PgBouncer
 
 
@@ -43,6 +44,14 @@ def test_a_pooler_in_statement_mode_is_called_by_its_name_everywhere(pg_dsn: str
             store: Any = guard.store
             with pytest.raises(errors.StoreUnavailable, match="statement mode.*pool_mode = transaction"):
                 store.run(lambda conn: migrate.check(conn, schema=None, where="here"))
+
+
+def test_a_standby_that_every_commit_waits_for_in_vain_is_told(private_pg: Any, private_dsn: str) -> None:
+    assert checks(private_dsn)["durability"].status == "ok"
+    private_pg.reload(synchronous_standby_names="nobody")
+    poll(lambda: private_pg.execute("show synchronous_standby_names") == [("nobody",)])
+    check = checks(private_dsn)["durability"]
+    assert (check.status, "no standby is connected" in check.message) == ("fail", True)
 
 
 class Session:

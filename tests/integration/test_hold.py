@@ -10,8 +10,10 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from celery import Celery
+from celery.exceptions import SoftTimeLimitExceeded
 
-from celery_syncguard import Lease, SyncGuard, lease
+from celery_syncguard import Lease, LockedTask, SyncGuard, binding, lease, run
 from celery_syncguard import guard as guard_module
 from celery_syncguard.errors import LockHeld
 from tests.fixtures.polling import poll
@@ -19,6 +21,20 @@ from tests.fixtures.polling import poll
 #: Where a handler is tried at every single instruction, and in the function that holds. The rest are the standard library,
 #: the store and threads.
 FILES = {guard_module.__file__, lease.__file__, __file__}
+
+
+#: What a run does while it has its lock.
+LOCKED = {
+    "_run_locked",
+    "_run_body",
+    "_start",
+    "_keep_claim",
+    "_report_start",
+    "_disarm",
+    "_leave",
+    "_end",
+    "_will_autoretry",
+}
 
 
 class Terminated(BaseException):
@@ -94,6 +110,60 @@ def test_a_generator_leaves_locks_behind() -> None:
     gc.collect()
     with SyncGuard("memory://") as guard:
         assert locks_left(guard, lambda key: plain_hold(guard, key))
+
+
+def runs_left() -> list[int]:
+    """The lines of a run between its grant and its end at which a soft time limit leaves the lock or the run."""
+    app = Celery("limited", set_as_current=False)
+    app.conf.update(syncguard_dsn="memory://", task_always_eager=True, broker_url="memory://")
+    app.conf.update(result_backend="cache+memory://")
+
+    @app.task(base=LockedTask, shared=False, lock_key="{key}", dedup_key="{key}", run_once=True)
+    def work(key: str) -> None:
+        """Ends at once."""
+
+    guard = binding.guard_for(app)
+    work.apply(("before",))
+    left = []
+    number = 0
+    while True:
+        seen = 0
+
+        def trace(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal seen
+            if frame.f_code.co_filename != run.__file__ or frame.f_code.co_name not in LOCKED:
+                return None
+            if event == "line":
+                seen += 1
+                if seen > number:
+                    sys.settrace(None)
+                    raise SoftTimeLimitExceeded
+            return trace
+
+        sys.settrace(trace)
+        try:
+            work.apply((f"k{number}",))
+        finally:
+            sys.settrace(None)
+        guard.flush()
+        if guard.inspect(f"k{number}") is not None or run._running:
+            left.append(number)
+            run._running.clear()
+        if seen <= number:
+            assert number > 20
+            binding.binding_for(app).close()
+            return left
+        number += 1
+
+
+def test_whenever_a_soft_time_limit_strikes_a_run_neither_its_lock_nor_the_run_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # At the line before the first `try` nobody has the lease: it is not renewed, and ends at its ttl.
+    assert set(runs_left()) <= {0}
+    # The control: without the second end.
+    monkeypatch.setattr(run.Run, "_run_locked", run.Run._run_body)
+    assert len(runs_left()) > 10
 
 
 def test_in_a_program_that_goes_on_it_is_released_within_a_second_or_so() -> None:

@@ -51,7 +51,9 @@ def test_statements_that_are_given_up_are_cancelled_and_leave_no_backend(
 ) -> None:
     with SyncGuard(private_dsn, timeout=0.1) as guard:
         waiting_for_a_standby()
-        attempts(guard, 3)
+        attempts(guard, 2)
+        with pytest.raises(errors.StoreUnavailable, match=r"did not answer within 2.1 s: .*synchronous replication"):
+            guard.try_acquire("k:2", ttl=3)
         assert backends(private_pg) <= 2
         private_pg.reload(synchronous_standby_names="")
         # What the server kept of them is released in the background.
@@ -268,3 +270,20 @@ def test_an_outage_is_told_once_by_the_listener_and_so_is_its_end(
         for heard in listener._waiters["k"]:
             heard.set()
         waiter.join(20)
+
+
+def test_a_lease_outlives_a_host_that_begins_to_hang(pg_dsn: str, pg_proxy: Any) -> None:
+    """As at a failover, where the old primary stands still. The control knows that host alone."""
+    port = int(psycopg.conninfo.conninfo_to_dict(pg_dsn)["port"])
+    first = pg_proxy.dsn(pg_dsn)
+    both = first.replace(f":{pg_proxy.port}/", f":{pg_proxy.port},127.0.0.1:{port}/")
+    with SyncGuard(both, timeout=0.5) as guard, SyncGuard(first, timeout=0.5) as control:
+        lease, alone = guard.try_acquire("k", ttl=12), control.try_acquire("control", ttl=12)
+        assert lease is not None
+        assert alone is not None
+        pg_proxy.stall()
+        deadline = lease.deadline
+        poll(lambda: alone.lost, timeout=30)
+        assert lease.deadline > deadline + 3
+        lease.check()
+        pg_proxy.resume()

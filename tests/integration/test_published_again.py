@@ -335,6 +335,34 @@ def test_one_runs_or_will_run_again_and_one_waits_and_there_is_no_third(in_memor
     assert len(accepted) == 3
 
 
+# --- one key, other arguments -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", [True, False], ids=["other arguments", "the same in another form"])
+def test_a_duplicate_with_other_arguments_is_told_and_one_with_the_same_is_not(in_memory, caplog, other):
+    def body(feed, url="one"):
+        """Nothing runs it."""
+
+    task = in_memory.app.task(base=LockedTask, shared=False, name="work", dedup_key="{feed}")(body)
+    first = task.delay("f", "one")
+    assert task.delay("f", "two").duplicate if other else task.delay(feed="f").duplicate
+    assert (f"work: task {first.id} has claimed 'f' with other arguments than these" in caplog.text) is other
+
+
+@pytest.mark.parametrize("other", [True, False], ids=["other arguments", "the same in another form"])
+def test_a_run_that_is_answered_for_other_arguments_is_told_and_one_for_the_same_is_not(in_memory, caplog, other):
+    def body(payment, amount=10):
+        return amount
+
+    task = in_memory.app.task(base=LockedTask, shared=False, name="work", run_once="{payment}")(body)
+    first = task.delay(7, 10)
+    in_memory.run(in_memory.take(), task)
+    task.delay(7, 9999) if other else task.delay(payment=7)
+    in_memory.run(in_memory.take(), task)
+    assert (f"task {first.id} did '7' with other arguments than these" in caplog.text) is other
+    assert binding.guard_for(in_memory.app).counts["answered"] == 1
+
+
 # --- a Broadcast queue ------------------------------------------------------------------------------------------------
 
 

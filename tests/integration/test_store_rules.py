@@ -149,6 +149,24 @@ def test_a_wait_that_comes_to_its_bound_says_that_the_key_could_not_be_asked_and
     assert isinstance(ask(store), Grant)
 
 
+def test_whoever_waits_for_a_lock_waits_on_while_another_transaction_is_in_the_way(
+    store: PostgresStore, session: Connection, background: ThreadPoolExecutor
+) -> None:
+    def take() -> bool:
+        with SyncGuard(store.dsn) as guard, guard.hold("k", wait=30) as lease:
+            # It was asked for more than once, and nothing of that is released behind our back.
+            guard.flush()
+            return lease.renew()
+
+    with session.transaction():
+        session.execute("select pg_advisory_xact_lock(hashtext('k'))")
+        before = clock_ms(session)
+        taken = background.submit(take)
+        poll(lambda: clock_ms(session) - before > 3000)
+        assert not taken.done(), "the first bound was the last"
+    assert taken.result(30) is True
+
+
 WRITERS = {
     "a renewal or a waiter": "select 1 from syncguard_locks where key = 'k' for no key update",
     "a prune": "select 1 from syncguard_locks where key = 'k' for update",
