@@ -66,28 +66,30 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         ImproperlyConfigured: a `syncguard_*` setting that cannot be meant, or no database.
     """
 
+    _leadership: Leadership | None = None
+    _busy = False  # a signal handler that runs now interrupts the schedule
+    _ending = False  # a signal said so
+    _closed = False
+    _done = False  # closed, and nothing is left to be done
+
     def __init__(self, app: Any, *args: Any, **kwargs: Any) -> None:
+        self.take_signals()  # first: Celery's handler would make another scheduler, in the middle of this
         self._arguments = (args, {**kwargs, "lazy": False})
         super().__init__(app, *args, **{**kwargs, "lazy": True})
         binding.attach(app)
         self._settings = binding.settings_for(app)
         self._guard = binding.guard_for(app)
         self._class = _inner_class(self._settings.beat_scheduler, app.conf.beat_scheduler)
-        self._leadership: Leadership | None = None
         self._slots: Slots | None = None
         self._inner: Any = None
         self._term: Lease | None = None
         self._next_tick = self._next_report = self._next_prune = self._next_flush = 0.0
         self._failures = 0
         self._complained = False
-        self._busy = False  # a signal handler that runs now interrupts the schedule
         self._ticked_at = 0.0
         self._time = Timekeeper()
         self._told_late = False
         self._parent: int | None = None  # the worker that this beat ends with
-        self._ending = False  # a signal said so
-        self._closed = False
-        self._done = False  # closed, and nothing is left to be done
 
     @property
     def info(self) -> str:
@@ -171,6 +173,15 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
             self._busy = False
 
     # How the process ends
+
+    def take_signals(self) -> None:
+        """Have SIGTERM and SIGINT end the process, if Celery's `celery beat` has handlers for them: whoever runs its service in
+        a program of its own has handlers of its own.
+        """
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                if getattr(signal.getsignal(signum), "__module__", None) in ("celery.apps.beat", __name__):
+                    self.end_by(signum)
 
     def end_by(self, signum: int) -> None:
         """Have this signal end the process."""
@@ -436,12 +447,12 @@ def _is_empty(inner: Any) -> bool:
 
 
 @beat_init.connect(weak=False)  # type: ignore[untyped-decorator]
-def _take_over_signals(sender: Any = None, **_: Any) -> None:
-    # Those of `celery beat` only: whoever runs Celery's service in a program of its own has handlers of its own.
-    if isinstance(sender.scheduler, LeaderScheduler) and threading.current_thread() is threading.main_thread():
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            if getattr(signal.getsignal(signum), "__module__", None) == "celery.apps.beat":
-                sender.scheduler.end_by(signum)
+def _take_signals(sender: Any = None, **_: Any) -> None:
+    scheduler = sender.scheduler
+    if isinstance(scheduler, LeaderScheduler):
+        scheduler.take_signals()
+        # By Celery's own handler, whose exception something has swallowed.
+        scheduler._ending = scheduler._ending or scheduler._closed  # noqa: SLF001
 
 
 @beat_embedded_init.connect(weak=False)  # type: ignore[untyped-decorator]

@@ -581,6 +581,15 @@ def test_any_number_of_signals_ends_beat_and_gives_its_lease_back(monkeypatch, w
     assert ended > 3
 
 
+@pytest.mark.timeout(30)
+def test_a_signal_that_came_before_beat_began_ends_it_whatever_became_of_its_exception():
+    """Celery's handler has closed the scheduler, and an import or a destructor has swallowed what it raised."""
+    service = beat.Service(make_app({"a": every(10)}), scheduler_cls=LeaderScheduler)
+    service.sync()
+    service.start()
+    assert service.scheduler.leadership is None
+
+
 def test_signals_tell_when_a_term_begins_and_ends(scheduler):
     heard = []
 
