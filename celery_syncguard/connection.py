@@ -79,8 +79,8 @@ def connection_parameters(dsn: str, *, timeout: float) -> dict[str, Any]:
     return {**_NETWORK, "connect_timeout": str(max(2, round(timeout / hosts))), **parameters, "client_encoding": "UTF8"}
 
 
-#: A name, an address, a folder of sockets, or Linux's abstract socket.
-_HOST = re.compile(r"[\w.:%-]*|[/@][^@:?#]*")
+#: A name, an address, a folder of sockets (whose name may have colons, as Cloud SQL's), or Linux's abstract socket.
+_HOST = re.compile(r"[\w.:%-]*|/[^@?#]*|@[^@:?#]*")
 
 
 def _ambiguous(dsn: str, parameters: dict[str, Any]) -> bool:
@@ -256,10 +256,24 @@ def cancelled(pgconn: PGconn, *, timeout: float) -> bool:
     try:
         request = pgconn.cancel_conn()
         request.start()
-        waiting.wait_conn(generators.cancel(request), interval=0.1, timeout=timeout)
+        waiting.wait_conn(_within(generators.cancel(request), timeout), interval=0.1)
     except psycopg.Error:
         return False
     return True
+
+
+def _within(gen: Generator[Any, Any, Any], timeout: float) -> Generator[Any, Any, Any]:
+    # psycopg's own waiting takes a timeout from 3.3 on only.
+    give_up_at = clock.now() + timeout
+    try:
+        wanted = next(gen)
+        while True:
+            while not (ready := (yield wanted)):
+                if clock.now() >= give_up_at:
+                    raise psycopg.OperationalError(f"not within {timeout:g} s")
+            wanted = gen.send(ready)
+    except StopIteration as stop:
+        return stop.value
 
 
 def ended(pgconn: PGconn, *, timeout: float) -> bool:

@@ -131,9 +131,13 @@ def _hosts(hosts: Hosts) -> Iterator[Check]:
                 "if it is to be there, start it, or look at the network; the others are used meanwhile",
             )
             continue
-        with conn:
-            standby = _value(conn, "SELECT pg_is_in_recovery()")
-            yield Check(f"host {name}", "ok", "a standby" if standby else "a primary")
+        try:
+            with conn:
+                standby = _value(conn, "SELECT pg_is_in_recovery()")
+        except psycopg.Error as exc:  # a pooler takes clients also while there is no server behind it
+            yield Check(f"host {name}", "warn", " ".join(str(exc).split()), "look at the server behind it")
+            continue
+        yield Check(f"host {name}", "ok", "a standby" if standby else "a primary")
 
 
 def _settings(settings: Settings) -> Iterator[Check]:

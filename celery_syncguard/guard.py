@@ -420,12 +420,12 @@ _guards: weakref.WeakSet[SyncGuard] = weakref.WeakSet()
 
 @atexit.register
 def _flush_guards() -> None:
+    # Also those that are closed: what was released after that could not be written, and is told.
     for guard in list(_guards):
-        if not guard._closed:  # noqa: SLF001
-            try:
-                guard.flush()
-            except Exception:  # noqa: BLE001 - the process ends: nothing may keep the others from being flushed
-                logger.exception("could not release at exit; what is held is free when its ttl is over")
+        try:
+            guard.flush()
+        except Exception:  # noqa: BLE001 - the process ends: nothing may keep the others from being flushed
+            logger.exception("could not release at exit; what is held is free when its ttl is over")
 
 
 def _make_store(settings: Settings) -> LockStore:

@@ -137,6 +137,10 @@ class Hosts:
             except psycopg.Error as exc:
                 yield describe(one), exc
 
+    def mistrust(self) -> None:
+        """The server that answered last does not take writes: begin at the first host again."""
+        self._best = None
+
     @property
     def full(self) -> bool:
         """Whether there is a server, and only such, with too many left over."""

@@ -232,11 +232,14 @@ class _Loan:
         self._lender.lent_at = clock.now()
         return conn
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, exc: BaseException | None, *__: object) -> None:
         conn = self._conn
         assert conn is not None
         self._lender.lent.discard(conn)
         try:
+            if isinstance(exc, psycopg.errors.ReadOnlySqlTransaction):
+                # Perhaps a standby, while another host of the dsn is the primary.
+                conn.close()
             if conn.active:  # an exception came into this thread in the middle of a statement
                 conn.abandon()
         finally:

@@ -458,6 +458,8 @@ class _Facts:
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, traceback: Any) -> None:
         if not isinstance(exc, psycopg.Error):
             return
+        if isinstance(exc, pg.ReadOnlySqlTransaction):
+            self._store._hosts.mistrust()  # noqa: SLF001 - its own
         raise fact(exc, dsn=self._store.dsn, schema=self._store.schema) from exc
 
 

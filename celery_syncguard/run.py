@@ -266,13 +266,13 @@ class Run:
 
     def _too_many(self, dead: Dead, key: str) -> TooManyDeaths:
         why = (
-            f"again: its process died {dead.deaths} times in a row while it held {key!r} (lock_max_deaths)"
+            f" again: its process died {dead.deaths} times in a row while it held {key!r} (lock_max_deaths)"
             if dead.of_task
             else f": the last {dead.deaths} processes that held {key!r} for a task died (lock_max_deaths); the next one is "
             f"started an hour after the last death"
         )
         who = f"{self.task.name}[{self.request.id}]"
-        return TooManyDeaths(f"{who} is not started {why}", task_id=self.request.id, key=key, deaths=dead.deaths)
+        return TooManyDeaths(f"{who} is not started{why}", task_id=self.request.id, key=key, deaths=dead.deaths)
 
     def _is_own_predecessor(self, held: Held) -> bool:
         return self._is_ours(held) and held.attempt is not None and held.attempt < self.attempt

@@ -336,7 +336,10 @@ class _Undertaker:
     def _work_off(self) -> bool:
         """False: the database does not answer, and the rest has to wait too."""
         for _ in range(len(self._work)):
-            work = self._work.popleft()
+            try:
+                work = self._work.popleft()
+            except IndexError:  # at the stop, where the thread may still be at its last step
+                break
             now = clock.now()
             if now < work.at:
                 self._work.append(work)

@@ -204,8 +204,9 @@ BEGIN
       AND v_row.lock_id <> p_lock_id AND NOT coalesce(v_row.process = p_process, FALSE);
     IF p_max_deaths IS NOT NULL AND p_task_id IS NOT NULL THEN
       SELECT d.deaths INTO v_deaths FROM syncguard_deaths d WHERE d.subject = 'task:' || p_task_id;
-      SELECT d.deaths INTO v_key_deaths FROM syncguard_deaths d
-      WHERE d.subject = 'key:' || p_key AND d.last_at_ms > now_ms - 3600000;
+      -- 0 for a row that is too old to count: it is there all the same, and a good attempt ends it.
+      SELECT CASE WHEN d.last_at_ms > now_ms - 3600000 THEN d.deaths ELSE 0 END INTO v_key_deaths
+      FROM syncguard_deaths d WHERE d.subject = 'key:' || p_key;
       IF v_died AND v_row.task_id = p_task_id THEN
         v_deaths := coalesce(v_deaths, 0) + 1;
       END IF;

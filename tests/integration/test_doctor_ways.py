@@ -32,6 +32,25 @@ def test_each_host_is_looked_at_by_itself(pg_dsn: str) -> None:
     assert not [name for name in checks(pg_dsn) if name.startswith("host")], "nothing to tell of a single one"
 
 
+def test_a_host_that_takes_clients_and_then_fails_them_is_told_and_the_others_are_looked_at(
+    pg_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a pooler that has lost its server."""
+    real, asked = doctor._value, []
+
+    def value(conn: Any, query: str, *rest: Any) -> Any:
+        asked.append(query)
+        if len(asked) == 1:
+            raise psycopg.OperationalError("server login failed")
+        return real(conn, query, *rest)
+
+    monkeypatch.setattr(doctor, "_value", value)
+    facts = psycopg.conninfo.conninfo_to_dict(pg_dsn)
+    found = list(examine(Settings(dsn=pg_dsn.replace("@", f"@{facts['host']}:{facts['port']},", 1))))
+    hosts = [(one.status, one.message) for one in found if one.name.startswith("host")]
+    assert hosts == [("warn", "server login failed"), ("ok", "a primary")]
+
+
 def test_a_pooler_in_statement_mode_is_called_by_its_name_everywhere(pg_dsn: str) -> None:
     port = int(psycopg.conninfo.conninfo_to_dict(pg_dsn)["port"])
     with PgBouncer(upstream_port=port, mode="statement") as pooler:

@@ -61,6 +61,23 @@ def test_statements_that_are_given_up_are_cancelled_and_leave_no_backend(
         assert guard.try_acquire("k:0") is not None
 
 
+@can_cancel
+def test_a_request_to_cancel_has_a_bound_under_every_psycopg(
+    pg_dsn: str, pg_proxy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 3.3 its own waiting takes no timeout."""
+    real = psycopg.waiting.wait_conn
+    with Connection.connect(pg_proxy.dsn(pg_dsn), autocommit=True) as conn:
+        monkeypatch.setattr(psycopg.waiting, "wait_conn", lambda gen, interval=0.0: real(gen, interval))
+        conn.pgconn.send_query(b"select pg_sleep(60)")
+        conn.pgconn.flush()
+        pg_proxy.stall()
+        assert not connection.cancelled(conn.pgconn, timeout=0.3)
+        pg_proxy.resume()
+        assert connection.cancelled(conn.pgconn, timeout=10)
+        assert connection.ended(conn.pgconn, timeout=10)
+
+
 def test_without_a_cancel_they_fill_the_server(
     private_pg: Any, private_dsn: str, waiting_for_a_standby: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +209,22 @@ def test_a_server_that_is_not_what_the_dsn_asks_for_is_passed_over(
             ports.append(conn.info.port)
     other = int(psycopg.conninfo.conninfo_to_dict(pg_dsn)["port"])
     assert ports == [private_pg.port, other, other], "the last one that answered comes first"
+
+
+def test_a_server_that_takes_no_writes_is_not_stayed_with(pg_dsn: str, pg_proxy: Any) -> None:
+    """As a standby in a dsn that does not ask for the primary, while that restarted."""
+    facts = psycopg.conninfo.conninfo_to_dict(pg_dsn)
+    dsn = pg_proxy.dsn(pg_dsn).replace(f":{pg_proxy.port}/", f":{pg_proxy.port},{facts['host']}:{facts['port']}/")
+    with SyncGuard(dsn) as guard, psycopg.connect(pg_dsn, autocommit=True) as session:
+        pg_proxy.refuse()
+        session.execute(f"alter database {facts['dbname']} set default_transaction_read_only = on".encode())
+        with pytest.raises(errors.StoreUnavailable, match="read-only"):
+            guard.try_acquire("k")
+        session.execute("set default_transaction_read_only = off")
+        session.execute(f"alter database {facts['dbname']} reset default_transaction_read_only".encode())
+        pg_proxy.accept()
+        assert guard.try_acquire("k") is not None
+        assert pg_proxy.connections == 1
 
 
 def test_the_error_names_each_host_and_what_it_said_and_how_long_it_took(hanging: int, pg_dsn: str) -> None:

@@ -169,6 +169,19 @@ def an_hour_goes_by(guard):
         guard.store.run(lambda conn: conn.execute("update syncguard_deaths set last_at_ms = last_at_ms - 3600000"))
 
 
+def test_a_good_attempt_ends_the_row_of_a_keys_deaths_however_old_they_are(app, guard):
+    @app.task(base=LockedTask, shared=False, lock_key="k")
+    def f():
+        return "ran"
+
+    for task_id in ("one", "two", "three"):
+        die(guard, task_id, times=3)
+    an_hour_goes_by(guard)
+    assert f.apply(task_id="good").get() == "ran"
+    die(guard, "another", times=1)
+    assert f.apply(task_id="new").get() == "ran", "it was the tenth death, though not in a row"
+
+
 def test_a_task_runs_after_four_deaths_and_fails_after_five_unless_told_otherwise(app, guard):
     @app.task(base=LockedTask, shared=False, lock_key="k")
     def f():

@@ -196,6 +196,7 @@ def test_a_password_cut_in_two_would_be_shown():
         "postgresql://h1:5432,h2:5433/d?target_session_attrs=any",
         "postgresql://[::1]/d",
         "postgresql:///d?host=/var/run/postgresql",
+        "postgresql://u:p@/d?host=/cloudsql/project:region:instance",
         "host=@abstract dbname=d",
         "host=fe80::1%eth0 dbname=d",
         "user=u@server password=p@ss/word host=h",

@@ -11,6 +11,7 @@ import pytest
 from celery import Celery
 
 from celery_syncguard import Lease, SyncGuard, binding, renewer
+from celery_syncguard import guard as guard_module
 from celery_syncguard.errors import StoreUnavailable
 from celery_syncguard.memory import MemoryStore
 from celery_syncguard.store import Release, Renewal
@@ -210,6 +211,20 @@ def test_what_could_not_be_written_until_the_process_ends_is_told(
         "task t is done but that could not be written ('run'): if it is delivered again, it runs again",
         "could not end the claim 'c' of task t: the same work counts as queued until dedup_ttl is over",
     ]
+
+
+def test_what_is_released_after_the_close_is_told_at_the_end_of_the_process(
+    guard: SyncGuard, store: Moody, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by a body that a worker's end has not waited for."""
+    lease = acquire(guard, "k", ttl=60)
+    lease.task_id = "t"
+    guard.close()
+    store.mood = "unreachable"
+    guard.release_lease(lease, run_key="run", run_ttl=60.0, attempt_done=True)
+    guard_module._flush_guards()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert told == ["task t is done but that could not be written ('run'): if it is delivered again, it runs again"]
 
 
 def test_releases_that_wait_are_bounded_and_what_is_beyond_is_told(

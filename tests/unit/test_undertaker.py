@@ -189,6 +189,14 @@ def test_what_is_left_when_the_worker_ends_is_told(
     assert told == ["could not end the claim 'c' of task t: the same work counts as queued until dedup_ttl is over"]
 
 
+def test_at_the_stop_the_thread_may_take_the_work_away(undertaker: Any) -> None:
+    """It is perhaps still at its last step."""
+    first, second = worker._end_of_claim("c", "t"), worker._end_of_claim("d", "t")
+    first.do = lambda _: undertaker._work.clear() is None
+    undertaker._work.extend((first, second))
+    assert undertaker._work_off()
+
+
 def test_where_there_is_no_poll_the_claims_of_revoked_tasks_end_too(
     undertaker: Any, store: Graveyard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
