@@ -4,6 +4,7 @@ import datetime
 import decimal
 import enum
 import functools
+import inspect
 import json
 import uuid
 import zoneinfo
@@ -449,6 +450,24 @@ def test_bound_to_the_function_inside_such_arguments_would_make_one_key(app, mon
     f.delay(1)
     f.delay(2)
     assert published_keys(app) == ["sync:None"] * 2
+
+
+def test_a_decorator_that_shows_another_signature_than_it_has_is_not_looked_into(app):
+    def narrows(function):
+        @functools.wraps(function)
+        def wrapper(n):
+            return function(n)
+
+        wrapper.__signature__ = inspect.signature(lambda *args, **kwargs: None)
+        return wrapper
+
+    @app.task(base=LockedTask, lock_key="f:{n}", lazy=False)
+    @narrows
+    def f(n):
+        """Does not run."""
+
+    f.delay(n=1)
+    assert published_keys(app) == ["f:1"]
 
 
 def test_a_decorator_s_own_parameters_are_those_of_the_task(app):
