@@ -390,6 +390,23 @@ def test_a_duplicate_with_other_arguments_is_told_and_one_with_the_same_is_not(i
     assert (f"work: task {first.id} has claimed 'f' with other arguments than these" in caplog.text) is other
 
 
+class Wordless:
+    def __str__(self):
+        raise LookupError
+
+
+def test_arguments_of_which_no_fingerprint_can_be_made_are_published_without_one(in_memory):
+    def body(n, other):
+        """Nothing runs it."""
+
+    task = in_memory.app.task(base=LockedTask, shared=False, name="work", run_once="{n}")(body)
+    endless = []
+    endless.append(endless)
+    for argument in (Wordless(), endless):
+        task.apply_async((1, argument), serializer="pickle")
+        assert in_memory.take().headers["syncguard"].get("print") is None
+
+
 @pytest.mark.parametrize("other", [True, False], ids=["other arguments", "the same in another form"])
 def test_a_run_that_is_answered_for_other_arguments_is_told_and_one_for_the_same_is_not(in_memory, caplog, other):
     def body(payment, amount=10):
