@@ -62,7 +62,7 @@ class SeesEdits:
     Entry: Any
     app: Any
 
-    _looked_at = -math.inf
+    _looked_at = -math.inf  # at the rows themselves, though that may have failed
     _look_at = -math.inf  # not before that
     _compared_at = -math.inf
     _unread = False  # what has changed could not be read
@@ -117,7 +117,7 @@ class SeesEdits:
         """Seconds after which the rows are to be looked at again, whatever is due. A class of its own looks when it is asked."""
         if not self._reads_as_theirs:
             return math.inf
-        return max(0.0, self._looked_at + self._often_enough() - clock.now())
+        return max(0.0, max(self._look_at, self._looked_at + self._often_enough()) - clock.now())
 
     def _often_enough(self) -> float:
         return min(self.max_interval, _OFTEN_ENOUGH)
@@ -134,7 +134,6 @@ class SeesEdits:
         due = bool(self._heap) and self._heap[0].time <= now
         if now < self._look_at or (due and now < self._looked_at + 0.8 * self._often_enough()):
             return False
-        self._looked_at = now
         self._look_at = now + min(self._often_enough(), _OFTEN)
         return True
 
@@ -145,8 +144,9 @@ class SeesEdits:
         now = clock.now()
         if told:
             self._compared_at = -math.inf  # also if it fails now
-        if now - self._compared_at < self._often_enough():
+        if now - self._compared_at < self._often_enough() - _OFTEN:  # if it can wait for the next look
             return {}
+        self._looked_at = now
         changed = self._changed_rows()
         self._compared_at = now
         # However many rows there are, most of the time is for sending.

@@ -98,8 +98,8 @@ class Loop:
                 return
             self._stopping = False
             # A thread that was told to stop may still be in its last step: it ends when it sees that it has no bell.
-            self._bell.set()
-            self._bell = Bell()
+            bell, self._bell = self._bell, Bell()
+            bell.set()
             self._thread = threading.Thread(target=self._run, args=(self._bell,), name=self._name, daemon=True)
             self._thread.start()
 
@@ -138,8 +138,10 @@ class Loop:
 
     def _run(self, bell: Bell) -> None:
         failures = 0
-        while not self._stopping and bell is self._bell:
-            bell.clear()
+        while True:
+            bell.clear()  # before the look at why it may have rung, or a stop that comes in between is not heard
+            if self._stopping or bell is not self._bell:
+                return
             try:
                 delay = self._step()
                 failures = 0

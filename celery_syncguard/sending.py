@@ -194,6 +194,8 @@ class _SlotSending:
                 heapq.heappush(heap, beat.event_t(self._when(following, delay), event.priority, following))
                 return 0.0
             heapq.heappush(heap, beat.event_t(self._when(entry, max(delay, 0.001)), event.priority, entry))
+        if self._heap is None:
+            return 0.0  # time has jumped meanwhile: this heap's is over
         return min(self.max_interval, max(0.0, heap[0].time - clock.now())) if heap else self.max_interval
 
     def _is_another(self, schedule: Any) -> bool:

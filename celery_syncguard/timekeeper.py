@@ -30,6 +30,8 @@ _LASTS = 60.0
 _SLOW = 1.0
 #: Seconds for which time is carried on without a reading, from one term to the next.
 _FRESH = 3600.0
+#: A wall clock that is further ahead of the latest slot is no witness: a wrong time zone puts it an hour ahead, or more.
+_CLOSE = timedelta(seconds=3600)
 
 
 class Timekeeper:
@@ -57,7 +59,7 @@ class Timekeeper:
         wall = _wall()
         self._take(reading, asked_at)
         if newest is not None and newest > reading + JUMP:
-            if wall >= newest - JUMP:
+            if newest - JUMP <= wall <= newest + _CLOSE:
                 # Earlier readings and this machine against one.
                 self._there, self._away_since = wall, self._here
                 logger.warning(

@@ -47,7 +47,7 @@ _STEPS, _WALKS = 100, 8
 #: A solar event is computed from a full hour at least this long before it. Events of one kind are more than twice as far
 #: apart.
 _BEFORE_EVENT = timedelta(hours=6)
-_HOUR = timedelta(hours=1)
+_HOUR, _SECOND = timedelta(hours=1), timedelta(seconds=1)
 
 
 def describe(plan: Any) -> str:
@@ -145,7 +145,20 @@ def _walk_back(plan: Any, after: datetime, now: datetime) -> tuple[list[datetime
         if latest and (not arrived or len(latest) >= MAX_MISSED or start == after):
             break
         back = back * 2 if arrived else back / 4
-    return (latest or early)[-MAX_MISSED:], True
+    return (latest or _latest(plan, early[-1], now))[-MAX_MISSED:], True
+
+
+def _latest(plan: Any, slot: datetime, now: datetime) -> list[datetime]:
+    """The slots of the last second that has any, from that slot on: of a schedule that is dense at times only."""
+    end = now
+    while end - slot > _SECOND:
+        middle = slot + (end - slot) / 2
+        due = next_due(plan, middle)
+        if due is not None and due <= now:
+            slot = due
+        else:
+            end = middle
+    return [slot, *_walk(plan, slot, now)[0]]
 
 
 def _every(plan: schedule) -> timedelta:

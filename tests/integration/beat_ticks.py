@@ -10,6 +10,7 @@
     python -m tests.integration.beat_ticks clocked {again,switched,moved,raced,earlier,same,dead,late}
     python -m tests.integration.beat_ticks inside
     python -m tests.integration.beat_ticks saves ROUNDS {row,table}
+    python -m tests.integration.beat_ticks untold SECONDS
 
 "memory" counts objects and bytes while slots are sent and the schedule changes. "edits" changes a row of the schedule
 between the claim of a slot and the writing of that row, and once more while it is being written; "unlocked" takes our lock
@@ -20,7 +21,8 @@ write as well, and has to show the fault. "failures" fails the first attempt to 
 "spring" sends a row for 02:30 through the night that has no 02:30. "clocked" sends a clocked row, and asks for it once more in
 one way or leaves it as a leader does that died. "inside" leads with some settings each, first without and then with a row in
 the table. "saves" saves one row of a hundred so often, twenty times a second, while all are sent every 20 s; "table" reads all of them
-then, as theirs does, and has to show the fault. Prints what happened as JSON. A program of its own, since Django is set up
+then, as theirs does, and has to show the fault. "untold" changes a row right after each look at the rows, while another one is sent
+every 4 s. Prints what happened as JSON. A program of its own, since Django is set up
 once per process, and since the memory of a process that has run other tests says little.
 """
 
@@ -583,6 +585,28 @@ def lead_by_settings():
     return seen
 
 
+def edit_untold(seconds):
+    """After how many seconds an edit is seen that no signal of Django's tells of, at most; and how many edits there were."""
+    hand = Hand()
+    set_up_django(SQLITE)
+    from django_celery_beat.models import PeriodicTask
+
+    add_row("often", 4)
+    add_row("row", 1000)
+    one = lead(make_app(syncguard_beat_scheduler="django", result_expires=None))
+    hand.stop_the_clock()
+    number, lag, edited_at, seen_at = 0, 0.0, clock.now(), None
+    for _ in range(seconds * 10):
+        hand.ahead += 0.1
+        poll(lambda: one.tick() > 0, interval=0)
+        if one._inner._schedule["row"].args in ([number], ["row"]) and one._inner._compared_at != seen_at:
+            lag, edited_at, seen_at = max(lag, clock.now() - edited_at), clock.now(), one._inner._compared_at
+            number += 1
+            PeriodicTask.objects.filter(name="row").update(args=json.dumps([number]))
+    one.close()
+    return {"lag": lag, "edits": number}
+
+
 def save_while_sending(rounds, protection):
     """How late slots are sent and edits are seen, in seconds, and how many rows are read for each look at the table."""
     hand = Hand()
@@ -657,6 +681,8 @@ if __name__ == "__main__":
         seen = send_clocked(arguments[0])
     elif what == "inside":
         seen = lead_by_settings()
+    elif what == "untold":
+        seen = edit_untold(int(arguments[0]))
     elif what == "saves":
         seen = save_while_sending(int(arguments[0]), arguments[1])
     else:

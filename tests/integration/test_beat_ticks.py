@@ -187,6 +187,12 @@ def test_an_edit_of_a_table_costs_what_it_changes_and_no_slot_waits_for_it():
     assert "Traceback" not in log
 
 
+def test_an_edit_that_nothing_tells_of_is_seen_within_five_seconds_whenever_slots_are_due():
+    seen, _ = ticks("untold", 40)
+    assert seen["edits"] >= 8
+    assert seen["lag"] < 5.2
+
+
 def test_a_table_that_is_read_as_a_whole_is_read_for_each_edit():
     """The negative control."""
     seen, _ = ticks("saves", 405, "table")

@@ -833,6 +833,21 @@ def test_a_slot_that_is_claimed_and_not_sent_outlives_a_jump_of_the_clock(schedu
     assert one._inner._places["a"].pending == [slot.due_at]
 
 
+def test_after_a_jump_that_shows_in_the_middle_of_a_tick_the_next_tick_comes_at_once(scheduler, monkeypatch):
+    """Not when the next entry would have been due by the time from before."""
+    inner = lead(scheduler(make_app({"a": every(100)}, syncguard_leader_ttl=3600)))._inner
+    jumps, right = [True], inner._due
+
+    def due(entry):
+        inner._jumped = bool(jumps and jumps.pop())
+        return right(entry)
+
+    monkeypatch.setattr(inner, "_due", due)
+    inner._heap = [event._replace(time=0.0) for event in inner._heap]
+    assert inner.tick() == 0.0
+    assert inner.tick() > 1
+
+
 def fail_to_connect(_connection):
     raise ConnectionResetError("by a test")
 

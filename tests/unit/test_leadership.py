@@ -186,7 +186,7 @@ def test_any_number_of_stops_in_signal_handlers_gives_the_term_back(kind, interr
 
         return action, interrupt, afterwards
 
-    hangs = hanging_step(scene, timeout=3)
+    hangs = hanging_step(scene, timeout=3 if kind is LockedWaits else 15)
     if kind is LockedWaits:
         assert hangs is not None, "the negative control"
         return
@@ -279,7 +279,7 @@ def test_a_deleted_row_ends_the_term(store, contender):
 def test_a_term_that_an_operator_ends_is_no_lost_lease(store, contender, caplog):
     """The negative control: the row is gone in any other way."""
     caplog.set_level("INFO", logger="celery_syncguard")
-    only = contender(ttl=1.5)
+    only = contender(ttl=4)
 
     def end(by_note):
         caplog.clear()

@@ -110,6 +110,49 @@ def test_a_stop_that_does_not_wait_leaves_no_thread_behind_after_the_next_start(
     assert threads("test-loop-signal") == 0
 
 
+def test_a_stop_just_before_the_bell_is_cleared_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    stops: list[bool] = []
+
+    class StoppedFirst(Bell):
+        def clear(self) -> None:
+            if not stops:
+                stops.append(True)
+                loop.stop(wait=False)
+            super().clear()
+
+    monkeypatch.setattr("celery_syncguard.loop.Bell", StoppedFirst)
+    loop = Loop("test-loop-unheard", lambda: None)
+    loop.start()
+    poll(lambda: stops and threads("test-loop-unheard") == 0)
+
+
+def test_a_thread_that_goes_on_in_the_middle_of_the_next_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[bool] = []
+    entered, leave = threading.Event(), threading.Event()
+
+    class GoesOn(Bell):
+        def __init__(self) -> None:
+            super().__init__()
+            if entered.is_set():  # the bell of the second thread, which does not yet take the place of the first one's
+                leave.set()
+                poll(lambda: len(steps) > 1)
+
+    def step() -> None:
+        steps.append(True)
+        entered.set()
+        leave.wait(30)
+
+    monkeypatch.setattr("celery_syncguard.loop.Bell", GoesOn)
+    loop = Loop("test-loop-between", step)
+    loop.start()
+    assert entered.wait(10)
+    (first,) = [one for one in threading.enumerate() if one.name == "test-loop-between"]
+    loop.stop(wait=False)
+    loop.start()
+    poll(lambda: not first.is_alive())
+    loop.stop()
+
+
 def test_a_stop_is_bounded_and_may_come_from_the_loop_itself() -> None:
     entered, leave = threading.Event(), threading.Event()
 
@@ -190,7 +233,7 @@ def test_a_bell_may_be_rung_and_waited_for_at_any_step_of_whoever_rings_or_waits
         event = kind()
         return lambda: ring_and_wait(event), lambda: ring_and_wait(event), lambda: None
 
-    assert (hanging_step(scene, timeout=1) is None) is (kind is Bell)
+    assert (hanging_step(scene, timeout=10 if kind is Bell else 1) is None) is (kind is Bell)
 
 
 @pytest.mark.parametrize("kind", [Bell, threading.Event])
@@ -203,11 +246,11 @@ def test_an_exception_at_any_step_leaves_a_bell_that_rings(kind: type) -> None:
         def ring_from_elsewhere():
             event.clear()
             threading.Thread(target=event.set, daemon=True).start()
-            assert event.wait(1)
+            assert event.wait(10)
 
         return lambda: ring_and_wait(event), sys.exit, ring_from_elsewhere
 
-    assert (hanging_step(scene, timeout=1) is None) is (kind is Bell)
+    assert (hanging_step(scene, timeout=10 if kind is Bell else 1) is None) is (kind is Bell)
 
 
 def test_a_bell_rings_for_everybody_who_waits_and_until_it_is_cleared() -> None:

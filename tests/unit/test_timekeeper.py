@@ -121,6 +121,15 @@ def test_a_host_whose_clock_is_wrong_goes_by_the_databases_and_says_so(world, ca
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("wall", [HOUR, 5 * HOUR])
+def test_a_host_whose_clock_is_ahead_is_no_witness_against_a_database_that_is_a_little_behind(world, wall):
+    """A standby of the database, some seconds behind, has become its primary."""
+    world.wall, world.database = wall, -8.0
+    world.elect(newest=START - timedelta(seconds=1))
+    assert not world.hear(100)
+    assert world.error == -8
+
+
 @pytest.mark.parametrize("jump", [HOUR, -HOUR])
 def test_a_host_that_the_database_shares_its_clock_with_is_no_witness(world, jump):
     world.elect()

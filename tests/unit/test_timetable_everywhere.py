@@ -221,6 +221,30 @@ def test_a_look_at_a_schedule_that_only_tells_its_next_slot_is_bounded_and_finds
             assert len(slots) >= min(MAX_MISSED, gap // every)
 
 
+def test_of_a_schedule_that_is_dense_at_times_only_a_look_finds_the_latest():
+    asked = 0
+
+    class Office(schedule):
+        """Every second from nine to five."""
+
+        def remaining_estimate(self, last_run_at):
+            nonlocal asked
+            asked += 1
+            due = last_run_at.replace(microsecond=0) + self.run_every
+            if not 9 <= due.hour < 17:
+                due = (due + timedelta(hours=7)).replace(hour=9, minute=0, second=0)
+            return due - self.now()
+
+    plan = Office(timedelta(seconds=1), app=app_in("UTC"))
+    after = datetime(2026, 6, 1, 10, tzinfo=UTC)
+    for now in (datetime(2026, 6, 1, 18, tzinfo=UTC), datetime(2026, 6, 8, 3, tzinfo=UTC)):
+        asked = 0
+        slots, more = due_between(plan, after=after, now=now)
+        assert more
+        assert slots[-1] == (now - timedelta(hours=9)).replace(hour=16, minute=59, second=59)
+        assert asked < 1100
+
+
 def test_a_look_at_the_sun_is_bounded_and_finds_the_latest():
     now = datetime(2026, 7, 1, 12, tzinfo=UTC)
     plan = solar("sunset", 48.86, 2.35, app=app_in("UTC"))
