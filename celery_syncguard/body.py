@@ -127,6 +127,8 @@ def _changed(nodes: list[ast.AST]) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg  # of a function within
         elif isinstance(node, ast.Subscript):
             if not isinstance(node.ctx, ast.Load):
                 yield getattr(node.value, "id", "")

@@ -413,7 +413,21 @@ def injects_by_partial(function):
     return wrapper
 
 
-@pytest.mark.parametrize("decorator", [injects, injects_after_the_task, injects_by_setting, injects_by_partial])
+def injects_by_a_function_within(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        def attempt(*args, **kwargs):
+            return function(*args, **kwargs)
+
+        return attempt("the session", *args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    "decorator",
+    [injects, injects_after_the_task, injects_by_setting, injects_by_partial, injects_by_a_function_within],
+)
 @pytest.mark.parametrize("required", [True, False])
 def test_an_argument_that_a_decorator_puts_in_shifts_no_key(app, decorator, required):
     def with_required(session, account):
