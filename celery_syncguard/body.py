@@ -104,11 +104,12 @@ def _hands_on(wrapper: Any) -> bool:
         return False
     if not isinstance(definition, ast.FunctionDef):
         return False
-    names = {name for name, value in held.items() if value is wrapper.__wrapped__}
     own = definition.args
+    if own.vararg is None or own.kwarg is None:
+        # It shows another signature (`__signature__`) than it has.
+        return False
+    names = {name for name, value in held.items() if value is wrapper.__wrapped__}
     handed = [one.arg for one in (*own.posonlyargs, *own.args)]
-    assert own.vararg is not None  # its signature was (*args, **kwargs)
-    assert own.kwarg is not None
     written = f"({', '.join([*handed, '*' + own.vararg.arg, '**' + own.kwarg.arg])})"
     as_they_came = {ast.dump(ast.parse(name + written, mode="eval").body) for name in names}
     nodes = [node for statement in definition.body for node in ast.walk(statement)]
@@ -126,6 +127,8 @@ def _changed(nodes: list[ast.AST]) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg  # of a function within
         elif isinstance(node, ast.Subscript):
             if not isinstance(node.ctx, ast.Load):
                 yield getattr(node.value, "id", "")

@@ -199,7 +199,7 @@ def _waiting(call: Mapping[str, Any]) -> tuple[bool, bool]:
 
 def begun(call: Mapping[str, Any]) -> bool:
     """Whether a worker sends this on behalf of a task that has begun, not the body of that task because it wants to."""
-    if follows(call):
+    if follows(call) or "retries" in call:
         return True
     request = current_task.request if current_task else None
     if request is None or request.called_directly:
@@ -214,7 +214,8 @@ def follows(call: Mapping[str, Any]) -> bool:
     request = current_task.request if current_task else None
     if request is None:
         # The main process of a worker, for a task whose process died. Others do not have to import what a worker needs.
-        if call.get("parent_id") is None:
+        # Its own next attempt (Celery 5.7's `retry_on_worker_lost`) is none of these: Celery sees to what it raises.
+        if call.get("parent_id") is None or "retries" in call:
             return False
         from celery_syncguard.worker import is_worker
 
@@ -267,7 +268,8 @@ def send_task(
     """
     binding.attach(app)
     ours = _DEFAULTS.replace({"dedup_ttl": dedup_ttl, "dedup_on_duplicate": dedup_on_duplicate})
-    header = header_of(options.get("headers"))
+    # What a body hands on (`headers=self.request.headers`) is about the body's own message.
+    header: dict[str, Any] = {}
     for entry, key, what in (
         ("key", lock_key, "lock_key"),
         ("claim", dedup_key, "dedup_key"),

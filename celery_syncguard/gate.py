@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+from types import FrameType
 from typing import Any
 
 from celery import current_task
@@ -69,9 +71,9 @@ def _around_call(found: Any) -> Any:
         state = _OVER if request is None else request.__dict__.get(_GATE)
         if request is not None and (state == _OPEN or (state is None and not _is_hooked(self))):
             return _pass(self, request, call, args, kwargs)
-        if state == _OVER and _is_failure(args):
+        if state != _PASSED and (failed := _failed_before(args, sys._getframe(1))) is not None:  # noqa: SLF001 - CPython's
             # A plain call takes no lock, but that of an errback is Celery's and not the user's.
-            return _run_as_errback(self, args, kwargs)
+            return _run_as_errback(self, failed, args, kwargs)
         if current_task and current_task.name in _MAPS:
             self.refuse_plain_calls(current_task.name.partition(".")[2])
         if request is not None and state != _PASSED:
@@ -140,14 +142,21 @@ def _pass(task: Any, request: Any, call: Any, args: Any, kwargs: Any) -> Any:
         request.__dict__[_GATE] = _OVER
 
 
-def _is_failure(args: tuple[Any, ...]) -> bool:
-    """Whether these are what Celery calls an errback with: (request, exc, traceback)."""
-    return len(args) >= 3 and isinstance(args[0], Context) and isinstance(args[1], BaseException)
+def _failed_before(args: tuple[Any, ...], caller: FrameType | None) -> Any:
+    """The request of the task that failed, if this is Celery's call of an errback; else None."""
+    if len(args) >= 3 and isinstance(args[0], Context) and isinstance(args[1], BaseException):
+        return args[0]  # (request, exc, traceback)
+    # An immutable one gets its own arguments only.
+    while caller is not None and caller.f_globals.get("__name__") in ("celery.local", "celery.canvas"):
+        caller = caller.f_back
+    if caller is None or caller.f_code.co_name != "_call_task_errbacks":
+        return None
+    return caller.f_locals.get("request")
 
 
-def _run_as_errback(task: Any, args: Any, kwargs: Any) -> Any:
-    """What runs when a task is somebody's `link_error` and takes (request, exc, traceback): Celery then calls it as a
-    function, where the other task failed. It takes its lock as an eager call does; the main process of a worker, which
+def _run_as_errback(task: Any, failed: Any, args: Any, kwargs: Any) -> Any:
+    """What runs when a task is somebody's `link_error` and takes (request, exc, traceback), or is immutable and takes more than
+    one argument: Celery then calls it as a function, where the other task failed. It takes its lock as an eager call does; the main process of a worker, which
     fails a task whose process died, does not wait for it. That it could not run is logged: an exception would be the
     other task's, and Celery before 5.7 does not expect one.
     """
@@ -161,4 +170,4 @@ def _run_as_errback(task: Any, args: Any, kwargs: Any) -> Any:
     try:
         return task.apply(args, kwargs, throw=True, **overrides).result
     except SyncGuardError as exc:
-        logger.error("the errback %s of %s[%s] was not run: %s", task.name, args[0].task, args[0].id, exc)
+        logger.error("the errback %s of %s[%s] was not run: %s", task.name, failed.task, failed.id, exc)

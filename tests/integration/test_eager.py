@@ -82,6 +82,20 @@ def test_a_nested_call_with_the_same_key_fails_at_once_and_names_the_outer_task(
     assert guard_of(app).locks() == []
 
 
+def test_a_nested_call_that_gets_the_headers_of_the_outer_one_has_a_key_of_its_own(app):
+    @app.task(shared=False, base=LockedTask, bind=True, lock_key="inner")
+    def inner(self):
+        return self.request.headers["x-mine"], self.lease.key
+
+    @app.task(shared=False, base=LockedTask, bind=True, lock_key="outer")
+    def outer(self):
+        headers = self.request.headers
+        return inner.apply(headers=headers).result, inner.apply_async(headers=headers).result
+
+    for result in (outer.apply(headers={"x-mine": 1}), outer.apply_async(headers={"x-mine": 1})):
+        assert result.result == ((1, "inner"), (1, "inner"))
+
+
 def test_a_nested_call_with_another_key_has_its_own_lease(app):
     @app.task(shared=False, base=LockedTask, bind=True, lock_key="inner")
     def inner(self):

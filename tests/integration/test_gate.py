@@ -417,6 +417,63 @@ def test_a_plain_call_before_the_delivery_has_no_lease(app, run):
     assert run(f, "real") == ("SUCCESS", "k")
 
 
+@pytest.mark.parametrize("where", ["before_start", "body"])
+def test_a_task_that_is_its_own_errback_is_locked_there(app, where):
+    class Fails(LockedTask):
+        abstract = True
+        lock_key = "k"
+
+        def before_start(self, task_id, args, kwargs):
+            if args[0] == "before_start":
+                raise LookupError
+
+    seen = []
+
+    @app.task(shared=False, base=Fails)
+    def f(request, exc, traceback):
+        if request == "body":
+            raise LookupError
+        seen.append(keys(app))
+
+    assert f.apply((where, None, None), link_error=f.s()).state == "FAILURE"
+    assert seen == [["k"]]
+
+
+def errback_of(app):
+    """A task that Celery calls as a function when another one fails, and what it saw."""
+
+    @app.task(shared=False, base=LockedTask, lock_key="{a}", lock_on_held="raise")
+    def undo(a, b):
+        seen.append((a, b, keys(app)))
+
+    @app.task(shared=False)
+    def fails():
+        raise LookupError
+
+    seen = []
+    return undo, fails, seen
+
+
+def test_an_immutable_errback_is_locked_too(app, caplog):
+    undo, fails, seen = errback_of(app)
+    fails.apply(link_error=undo.si("a", "b"))
+    assert seen == [("a", "b", ["a"])]
+    undo.si("a", "b")()
+    assert seen[1:] == [("a", "b", [])], "a call by code is plain"
+    with hold_elsewhere(binding.guard_for(app), "a"):
+        assert fails.apply(link_error=undo.si("a", "b"), task_id="t").state == "FAILURE"
+    assert len(seen) == 2
+    assert f"the errback {undo.name} of {fails.name}[t] was not run: 'a' is held" in caplog.text
+
+
+def test_without_a_look_at_its_caller_an_immutable_errback_is_a_plain_call(app, monkeypatch):
+    """The negative control."""
+    monkeypatch.setattr(gate, "_failed_before", lambda args, caller: None)
+    undo, fails, seen = errback_of(app)
+    fails.apply(link_error=undo.si("a", "b"))
+    assert seen == [("a", "b", [])]
+
+
 def test_a_call_in_a_receiver_of_celery_s_signal_is_plain(app, run):
     calls = []
 

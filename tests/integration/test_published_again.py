@@ -5,7 +5,6 @@ and it leads to the queue from which it came. Messages are taken from the broker
 import importlib.util
 import re
 import threading
-import time
 import uuid
 from contextlib import contextmanager, suppress
 
@@ -159,6 +158,32 @@ def test_a_task_that_gets_the_headers_of_another_one_has_keys_of_its_own(in_memo
     assert after.headers["syncguard"] == {"key": "other:2"}
 
 
+def test_what_is_sent_by_name_with_the_headers_of_another_one_has_keys_of_its_own(in_memory):
+    app = in_memory.app
+
+    def body(self, n):
+        dedup.send_task(app, "other", [2], lock_key="given", headers=self.request.headers)
+
+    task = app.task(base=LockedTask, bind=True, shared=False, name="work", lock_key="{n}", dedup_key="{n}")(body)
+    task.apply_async((1,), headers={"x-mine": "kept"})
+    before = in_memory.take()
+    in_memory.run(before, task)
+    after = in_memory.take()
+    assert after.headers["x-mine"] == "kept"
+    assert after.headers["syncguard"].pop("call") != before.headers["syncguard"]["call"]
+    assert after.headers["syncguard"] == {"key": "given", "given": ["key"]}
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_what_a_worker_s_main_process_publishes_again_is_no_duplicate(in_memory, again):
+    """Celery 5.7's `retry_on_worker_lost`, of a message without a claim of its own. The control is a new publish."""
+    app = in_memory.app
+    task = app.task(base=LockedTask, shared=False, name="work", lock_key=None, dedup_key="{n}")(does_nothing)
+    binding.guard_for(app).store.claim("1", task_id="another", ttl=60)
+    result = task.apply_async((1,), task_id="mine", **({"retries": 1} if again else {}))
+    assert (result.id, in_memory.take() is not None) == (("mine", True) if again else ("another", False))
+
+
 # --- a task id that is used again -------------------------------------------------------------------------------------
 
 
@@ -267,17 +292,15 @@ def test_an_attempt_that_was_retried_runs_once_however_often_it_is_delivered(in_
 
 @pytest.mark.parametrize("until", ["done", "start"])
 def test_a_claim_lives_as_long_as_its_message_waits(in_memory, until):
-    gated = Gated(in_memory.app, dedup_key="d", dedup_ttl=1.5, dedup_until=until, lock_retry_delay=(0.1, 0.1))
+    guard = binding.guard_for(in_memory.app)
+    gated = Gated(in_memory.app, dedup_key="d", dedup_ttl=1800, dedup_until=until, lock_retry_delay=(0.1, 0.1))
     first = gated.task.delay(1)
-    published_at = time.monotonic()
-    with hold_elsewhere(binding.guard_for(in_memory.app), "k"):
-
-        def comes_back():
+    with hold_elsewhere(guard, "k"):
+        for _ in range(3):
+            guard.store._claims["d"].expires -= 1790
             in_memory.run(in_memory.take(), gated.task)
-            return time.monotonic() > published_at + 2
-
-        poll(comes_back, interval=0.3)
         assert gated.task.delay(2).id == first.id
+        assert guard.store.claim("d", task_id="another", ttl=1).remaining > 1700
 
 
 def test_without_its_renewal_a_claim_ends_before_its_message_runs(in_memory, monkeypatch):
@@ -365,6 +388,23 @@ def test_a_duplicate_with_other_arguments_is_told_and_one_with_the_same_is_not(i
     first = task.delay("f", "one")
     assert task.delay("f", "two").duplicate if other else task.delay(feed="f").duplicate
     assert (f"work: task {first.id} has claimed 'f' with other arguments than these" in caplog.text) is other
+
+
+class Wordless:
+    def __str__(self):
+        raise LookupError
+
+
+def test_arguments_of_which_no_fingerprint_can_be_made_are_published_without_one(in_memory):
+    def body(n, other):
+        """Nothing runs it."""
+
+    task = in_memory.app.task(base=LockedTask, shared=False, name="work", run_once="{n}")(body)
+    endless = []
+    endless.append(endless)
+    for argument in (Wordless(), endless):
+        task.apply_async((1, argument), serializer="pickle")
+        assert in_memory.take().headers["syncguard"].get("print") is None
 
 
 @pytest.mark.parametrize("other", [True, False], ids=["other arguments", "the same in another form"])

@@ -4,6 +4,7 @@ import datetime
 import decimal
 import enum
 import functools
+import inspect
 import json
 import uuid
 import zoneinfo
@@ -412,7 +413,21 @@ def injects_by_partial(function):
     return wrapper
 
 
-@pytest.mark.parametrize("decorator", [injects, injects_after_the_task, injects_by_setting, injects_by_partial])
+def injects_by_a_function_within(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        def attempt(*args, **kwargs):
+            return function(*args, **kwargs)
+
+        return attempt("the session", *args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    "decorator",
+    [injects, injects_after_the_task, injects_by_setting, injects_by_partial, injects_by_a_function_within],
+)
 @pytest.mark.parametrize("required", [True, False])
 def test_an_argument_that_a_decorator_puts_in_shifts_no_key(app, decorator, required):
     def with_required(session, account):
@@ -449,6 +464,24 @@ def test_bound_to_the_function_inside_such_arguments_would_make_one_key(app, mon
     f.delay(1)
     f.delay(2)
     assert published_keys(app) == ["sync:None"] * 2
+
+
+def test_a_decorator_that_shows_another_signature_than_it_has_is_not_looked_into(app):
+    def narrows(function):
+        @functools.wraps(function)
+        def wrapper(n):
+            return function(n)
+
+        wrapper.__signature__ = inspect.signature(lambda *args, **kwargs: None)
+        return wrapper
+
+    @app.task(base=LockedTask, lock_key="f:{n}", lazy=False)
+    @narrows
+    def f(n):
+        """Does not run."""
+
+    f.delay(n=1)
+    assert published_keys(app) == ["f:1"]
 
 
 def test_a_decorator_s_own_parameters_are_those_of_the_task(app):
