@@ -238,7 +238,9 @@ class _Loan:
         self._lender.lent.discard(conn)
         try:
             if isinstance(exc, psycopg.errors.ReadOnlySqlTransaction):
-                # Perhaps a standby, while another host of the dsn is the primary.
+                # Perhaps a standby, while another host of the dsn is the primary. Said before the pool hears that this one is
+                # closed, as it makes the next one at once.
+                self._lender._hosts.mistrust()  # noqa: SLF001 - its own
                 conn.close()
             if conn.active:  # an exception came into this thread in the middle of a statement
                 conn.abandon()
