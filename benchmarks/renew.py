@@ -9,10 +9,11 @@ import psycopg
 
 from benchmarks.measure import Figure, Goal, estimate
 from benchmarks.rig import Rig
-from celery_syncguard import SyncGuard, clock
-from celery_syncguard.key import new_lock_id
-from celery_syncguard.lease import Lease
-from celery_syncguard.store import Renewal
+from celery_syncguard import SyncGuard
+from celery_syncguard.core import clock
+from celery_syncguard.core.key import new_lock_id
+from celery_syncguard.core.lease import Lease
+from celery_syncguard.core.store import Renewal
 
 NAME = "renew"
 

@@ -26,8 +26,8 @@ import redis
 from celery import Celery
 from celery.worker.request import Request
 
-from celery_syncguard.binding import binding_for
-from celery_syncguard.migrate import migrate
+from celery_syncguard.postgres.migrate import migrate
+from celery_syncguard.tasks.binding import binding_for
 from tests.fixtures.servers import PostgresServer, RabbitServer, ValkeyServer, missing
 
 __all__ = ["ROOT", "Loop", "Rig", "application", "machine", "pgbench", "rig"]

@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from celery_syncguard.binding import guard_for
-    from celery_syncguard.caller import InSavepoint, NotInTransaction
+    from celery_syncguard.core.key import Fence
+    from celery_syncguard.core.lease import Lease
     from celery_syncguard.errors import (
         DuplicateTask,
         ImproperlyConfigured,
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
         TooManyDeaths,
     )
     from celery_syncguard.guard import SyncGuard
-    from celery_syncguard.key import Fence
-    from celery_syncguard.lease import Lease
+    from celery_syncguard.postgres.caller import InSavepoint, NotInTransaction
     from celery_syncguard.skipped import SKIPPED, Skipped
-    from celery_syncguard.task import LockedTask
+    from celery_syncguard.tasks.binding import guard_for
+    from celery_syncguard.tasks.task import LockedTask
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "DuplicateTask": "errors",
-    "Fence": "key",
+    "Fence": "core.key",
     "ImproperlyConfigured": "errors",
-    "InSavepoint": "caller",
+    "InSavepoint": "postgres.caller",
     "InvalidKey": "errors",
-    "Lease": "lease",
+    "Lease": "core.lease",
     "LeaseLost": "errors",
     "LeaseNotVisible": "errors",
     "LockHeld": "errors",
-    "LockedTask": "task",
+    "LockedTask": "tasks.task",
     "NoLease": "errors",
-    "NotInTransaction": "caller",
+    "NotInTransaction": "postgres.caller",
     "SKIPPED": "skipped",
     "SchemaBehind": "errors",
     "Skipped": "skipped",
@@ -52,7 +52,7 @@ _HOMES = {
     "SyncGuard": "guard",
     "SyncGuardError": "errors",
     "TooManyDeaths": "errors",
-    "guard_for": "binding",
+    "guard_for": "tasks.binding",
 }
 
 __all__ = [

@@ -14,10 +14,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from celery_syncguard import clock, fencing
-from celery_syncguard.config import Settings
+from celery_syncguard.core import clock
+from celery_syncguard.core.config import Settings
+from celery_syncguard.core.events import Events, logger
+from celery_syncguard.core.key import new_lock_id, normalize_key, public_key
+from celery_syncguard.core.leadership import Leadership
+from celery_syncguard.core.lease import Lease, seconds, ttl_seconds
+from celery_syncguard.core.loop import Bell
+from celery_syncguard.core.memory import MemoryStore
+from celery_syncguard.core.process import default_holder, forget_in_children, process_id
+from celery_syncguard.core.renewer import Renewer
+from celery_syncguard.core.store import Acquire, Dead, Done, Grant, Held, LockRow, LockStore, Pruned, Release
 from celery_syncguard.errors import (
     ImproperlyConfigured,
     LockHeld,
@@ -26,18 +35,8 @@ from celery_syncguard.errors import (
     StoreUnavailable,
     SyncGuardError,
 )
-from celery_syncguard.events import Events, logger
-from celery_syncguard.key import new_lock_id, normalize_key, public_key
-from celery_syncguard.lease import Lease, seconds, ttl_seconds
-from celery_syncguard.loop import Bell
-from celery_syncguard.memory import MemoryStore
-from celery_syncguard.postgres import PostgresStore
-from celery_syncguard.process import default_holder, forget_in_children, process_id
-from celery_syncguard.renewer import Renewer
-from celery_syncguard.store import Acquire, Dead, Done, Grant, Held, LockRow, LockStore, Pruned, Release
-
-if TYPE_CHECKING:
-    from celery_syncguard.leadership import Leadership
+from celery_syncguard.postgres import fencing
+from celery_syncguard.postgres.store import PostgresStore
 
 __all__ = ["SyncGuard", "lock_held"]
 
@@ -195,8 +194,6 @@ class SyncGuard:
         Raises:
             InvalidKey, ImproperlyConfigured: before any I/O.
         """
-        from celery_syncguard.leadership import Leadership
-
         return Leadership(
             self,
             public_key(key, what="leadership key"),

@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, final, overload
 
-from celery_syncguard import clock as local_clock
+from celery_syncguard.core import clock as local_clock
+from celery_syncguard.core.events import logger
+from celery_syncguard.core.process import forget_in_children
 from celery_syncguard.errors import SyncGuardError
-from celery_syncguard.events import logger
-from celery_syncguard.process import forget_in_children
 
 __all__ = [
     "MAX_STAMP",

@@ -25,8 +25,8 @@ from uuid import UUID
 
 from psycopg import sql
 
-from celery_syncguard.caller import Caller, caller
 from celery_syncguard.errors import SyncGuardError
+from celery_syncguard.postgres.caller import Caller, caller
 
 __all__ = [
     "POSTGRES_MIGRATION_SQL",

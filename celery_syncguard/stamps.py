@@ -23,7 +23,7 @@ from typing import Any
 
 from celery import signals
 
-from celery_syncguard.events import logger
+from celery_syncguard.core.events import logger
 from celery_syncguard.hlc import HlcError, HybridLogicalClock
 
 __all__ = ["HEADER", "MAX_DRIFT", "clock_for", "follow_setting", "install_stamps"]

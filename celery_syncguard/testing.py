@@ -24,11 +24,23 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
 
-from celery_syncguard import clock
+from celery_syncguard.core import clock
+from celery_syncguard.core.key import new_lock_id, normalize_key
+from celery_syncguard.core.lease import ttl_seconds
+from celery_syncguard.core.store import (
+    Acquire,
+    Buried,
+    Claim,
+    Dead,
+    Done,
+    Grant,
+    Held,
+    LockRow,
+    LockStore,
+    Release,
+    Renewal,
+)
 from celery_syncguard.guard import SyncGuard, lock_held
-from celery_syncguard.key import new_lock_id, normalize_key
-from celery_syncguard.lease import ttl_seconds
-from celery_syncguard.store import Acquire, Buried, Claim, Dead, Done, Grant, Held, LockRow, LockStore, Release, Renewal
 
 __all__ = ["FakeClock", "StoreContract", "hold_elsewhere", "race_processes", "race_threads"]
 

@@ -270,7 +270,7 @@ def history(pg_dsn: str) -> Iterator[History]:
 
 
 def _migrate(dsn: str) -> None:
-    from celery_syncguard.migrate import migrate
+    from celery_syncguard.postgres.migrate import migrate
 
     migrate(dsn)
 

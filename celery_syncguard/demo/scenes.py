@@ -17,7 +17,7 @@ from celery_syncguard.demo import Check
 from celery_syncguard.demo.nodes import Node
 from celery_syncguard.demo.servers import Postgres, Valkey
 from celery_syncguard.demo.view import View
-from celery_syncguard.migrate import migrate
+from celery_syncguard.postgres.migrate import migrate
 
 __all__ = ["SCENES", "Stage"]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import kombu
 import pytest
 
-from celery_syncguard import dedup
+from celery_syncguard.tasks import dedup
 from tests.fixtures.cluster import Broker
 
 

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 from celery import beat
 from celery.schedules import crontab
 
-import celery_syncguard.beat
-import celery_syncguard.process
-from celery_syncguard import LockedTask, clock
-from celery_syncguard.lease import Lease
+import celery_syncguard.beat.scheduler
+import celery_syncguard.core.process
+from celery_syncguard import LockedTask
+from celery_syncguard.core import clock
+from celery_syncguard.core.lease import Lease
 from tests.fixtures import gate
 from tests.fixtures.app import make_app, misdeed
 from tests.fixtures.history import record, record_task
@@ -102,7 +103,7 @@ if shift := float(misdeed("SYNCGUARD_TEST_CLOCK_SHIFT") or 0):
 if misdeed("SYNCGUARD_TEST_SAME_IDENTITY"):
     # What a process sees of itself in a container: not every machine lets a test make one. Only where we ask who we are,
     # since signals go to pids.
-    celery_syncguard.process.os = celery_syncguard.beat.os = SimpleNamespace(getpid=lambda: 1)
+    celery_syncguard.core.process.os = celery_syncguard.beat.scheduler.os = SimpleNamespace(getpid=lambda: 1)
     socket.gethostname = lambda: "web"
 
 if misdeed("SYNCGUARD_TEST_WITHOUT_CHECK"):

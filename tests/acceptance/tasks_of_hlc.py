@@ -9,7 +9,7 @@ import socket
 
 from celery import signals
 
-from celery_syncguard import clock as local_clock
+from celery_syncguard.core import clock as local_clock
 from celery_syncguard.hlc import HybridLogicalClock
 from celery_syncguard.stamps import HEADER, MAX_DRIFT, install_stamps
 from tests.fixtures import gate

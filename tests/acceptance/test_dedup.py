@@ -10,9 +10,10 @@ import pytest
 from celery import Celery, chain, chord, group
 from psycopg.conninfo import conninfo_to_dict
 
-from celery_syncguard import DuplicateTask, StoreUnavailable, binding, dedup
+from celery_syncguard import DuplicateTask, StoreUnavailable
 from celery_syncguard.dedup import send_task
 from celery_syncguard.skipped import SKIPPED
+from celery_syncguard.tasks import binding, dedup
 from tests.fixtures.cluster import ROOT
 from tests.fixtures.polling import poll
 

@@ -23,7 +23,7 @@ from tests.fixtures.polling import poll
 # The demo starts a server of its own and goes to it directly.
 pytestmark = pytest.mark.direct
 
-COMMAND = [sys.executable, "-c", "from celery_syncguard.cli import main; main()", "demo"]
+COMMAND = [sys.executable, "-c", "from celery_syncguard.cli.commands import main; main()", "demo"]
 
 
 def _start(folder: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -8,7 +8,7 @@ import threading
 import psycopg
 import pytest
 
-from celery_syncguard import binding
+from celery_syncguard.tasks import binding
 from tests.fixtures import soak
 from tests.fixtures.polling import poll
 

@@ -8,7 +8,7 @@ import pytest
 import redis
 from celery import chain
 
-from celery_syncguard import binding
+from celery_syncguard.tasks import binding
 from tests.fixtures import soak
 from tests.fixtures.polling import poll
 

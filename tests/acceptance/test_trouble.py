@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 from celery_syncguard import StoreUnavailable, SyncGuard
-from celery_syncguard.migrate import migrate
+from celery_syncguard.postgres.migrate import migrate
 from tests.fixtures.history import History
 from tests.fixtures.polling import poll
 from tests.fixtures.servers import PostgresServer

@@ -11,7 +11,7 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from celery_syncguard import migrate
+from celery_syncguard.postgres import migrate
 from tests.fixtures.cluster import ROOT
 from tests.fixtures.servers import free_port
 

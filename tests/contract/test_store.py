@@ -11,10 +11,10 @@ from typing import Any
 import psycopg
 import pytest
 
-from celery_syncguard.memory import MemoryStore
-from celery_syncguard.migrate import migrate
-from celery_syncguard.postgres import PostgresStore
-from celery_syncguard.store import Acquire, Grant, Held, LockStore
+from celery_syncguard.core.memory import MemoryStore
+from celery_syncguard.core.store import Acquire, Grant, Held, LockStore
+from celery_syncguard.postgres.migrate import migrate
+from celery_syncguard.postgres.store import PostgresStore
 from celery_syncguard.testing import StoreContract, race_processes, race_threads
 from tests.fixtures import soak
 

@@ -46,8 +46,9 @@ from celery.signals import before_task_publish
 from django_celery_beat import tzcrontab
 from kombu import Connection, Producer
 
-from celery_syncguard import clock, sending
-from celery_syncguard.beat import LeaderScheduler
+from celery_syncguard.beat import sending
+from celery_syncguard.beat.scheduler import LeaderScheduler
+from celery_syncguard.core import clock
 from celery_syncguard.errors import StoreUnavailable
 from tests.fixtures.polling import poll
 
@@ -218,7 +219,7 @@ def edit_while_saving(dsn, rounds, protection):
     from django.db.models import signals
     from django_celery_beat.models import PeriodicTask
 
-    from celery_syncguard.django_schedule import SeesEdits
+    from celery_syncguard.beat.django_schedule import SeesEdits
 
     if protection == "unlocked":
         SeesEdits._save = lambda self, entry: entry.save()
@@ -271,7 +272,7 @@ def cut_while_saving(dsn, rounds, protection):
     one = lead_busy(dsn)
     from django.db import connection
 
-    from celery_syncguard.django_schedule import SeesEdits
+    from celery_syncguard.beat.django_schedule import SeesEdits
 
     if protection == "forgotten":
         del SeesEdits.sync
@@ -302,7 +303,7 @@ def cut_while_reading(dsn, rounds, protection):
     one = lead_busy(dsn)
     from django.db import connection
 
-    from celery_syncguard.django_schedule import SeesEdits
+    from celery_syncguard.beat.django_schedule import SeesEdits
 
     if protection == "forgotten":
         SeesEdits._unread = property(lambda self: False, lambda self, value: None)
@@ -494,7 +495,7 @@ def send_clocked(way):
     one = lead_rows()
     from django_celery_beat.models import ClockedSchedule, PeriodicTask
 
-    from celery_syncguard.django_schedule import SeesEdits
+    from celery_syncguard.beat.django_schedule import SeesEdits
 
     def soon():
         return datetime.now(timezone.utc) + timedelta(seconds=hand.ahead + 10)
@@ -578,7 +579,7 @@ def lead_by_settings():
             )
             seen[f"{name}, {'some' if rows_there else 'nothing'}"] = [list(lines), sorted(one._inner.schedule)]
             one.close()
-    from celery_syncguard.django_schedule import SeesEdits
+    from celery_syncguard.beat.django_schedule import SeesEdits
 
     both = vars(sending._SlotSending).keys() & vars(SeesEdits).keys()
     seen["names of both"] = [name for name in both if not name.startswith("__")]
@@ -614,7 +615,7 @@ def save_while_sending(rounds, protection):
     from django_celery_beat.models import IntervalSchedule, PeriodicTask
     from django_celery_beat.schedulers import ModelEntry
 
-    from celery_syncguard.django_schedule import SeesEdits
+    from celery_syncguard.beat.django_schedule import SeesEdits
 
     if protection == "table":
         SeesEdits._reads_as_theirs = False

@@ -4,7 +4,7 @@ import pytest
 from celery import Celery
 from django.conf import settings
 
-from celery_syncguard import binding
+from celery_syncguard.tasks import binding
 
 # Django can be configured once per process: for all of these tests in the same way, whichever comes first.
 settings.configure(

@@ -22,7 +22,8 @@ import time
 
 from celery import Celery
 
-from celery_syncguard import LeaseLost, LockedTask, binding, interrupt, run, signals
+from celery_syncguard import LeaseLost, LockedTask, signals
+from celery_syncguard.tasks import binding, interrupt, run
 
 #: Seconds that a body or the delay of a loss may last.
 LONGEST = 0.0004 if sys.argv[1:2] == ["main"] else 0.003

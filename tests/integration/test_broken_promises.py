@@ -12,12 +12,14 @@ from celery import Celery, chain, chord, group
 from celery.app.trace import build_tracer
 from celery.worker.request import Request
 
-from celery_syncguard import LockedTask, SyncGuard, binding, migrate
+from celery_syncguard import LockedTask, SyncGuard
+from celery_syncguard.core.key import new_lock_id
+from celery_syncguard.core.store import Acquire
 from celery_syncguard.dedup import send_task
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, StoreUnavailable
-from celery_syncguard.key import new_lock_id
-from celery_syncguard.store import Acquire
-from celery_syncguard.worker import GuardedRequest
+from celery_syncguard.postgres import migrate
+from celery_syncguard.tasks import binding
+from celery_syncguard.tasks.worker import GuardedRequest
 from tests.fixtures.polling import poll
 
 
@@ -81,7 +83,7 @@ def test_equal_dicts_make_one_key_whatever_their_order_and_before_and_after_json
 
 def test_a_set_makes_the_same_key_in_every_process():
     program = (
-        "from celery_syncguard.options import Parameters, Template; import inspect\n"
+        "from celery_syncguard.tasks.options import Parameters, Template; import inspect\n"
         "template = Template('k:{value}', Parameters(inspect.signature(lambda value: 0)), what='lock_key')\n"
         "print(template.render(({'alpha', 'beta', 'gamma', 'delta'},), {}))"
     )

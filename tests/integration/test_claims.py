@@ -12,11 +12,12 @@ import pytest
 from celery import Celery
 from celery.app.task import Context
 
-from celery_syncguard import LockedTask, binding
-from celery_syncguard.memory import MemoryStore
-from celery_syncguard.postgres import PostgresStore
-from celery_syncguard.run import Run
-from celery_syncguard.store import Acquire, Claim, Held, Release
+from celery_syncguard import LockedTask
+from celery_syncguard.core.memory import MemoryStore
+from celery_syncguard.core.store import Acquire, Claim, Held, Release
+from celery_syncguard.postgres.store import PostgresStore
+from celery_syncguard.tasks import binding
+from celery_syncguard.tasks.run import Run
 from tests.fixtures import soak
 from tests.fixtures.polling import poll
 from tests.fixtures.proxy import Proxy

@@ -7,8 +7,9 @@ import pytest
 from celery import Celery
 from celery.exceptions import Reject
 
-from celery_syncguard import LockedTask, LockHeld, StoreUnavailable, binding
-from celery_syncguard.postgres import PostgresStore
+from celery_syncguard import LockedTask, LockHeld, StoreUnavailable
+from celery_syncguard.postgres.store import PostgresStore
+from celery_syncguard.tasks import binding
 from celery_syncguard.testing import hold_elsewhere
 
 CLAIM = "the work"

@@ -6,7 +6,8 @@ Published and run eagerly, on both stores.
 import pytest
 from celery.exceptions import Ignore, Reject
 
-from celery_syncguard import LockedTask, binding
+from celery_syncguard import LockedTask
+from celery_syncguard.tasks import binding
 
 CLAIM = "the work"
 

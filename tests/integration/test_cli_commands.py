@@ -12,10 +12,13 @@ from celery import Celery
 from celery.bin.celery import celery
 from click.testing import CliRunner
 
-from celery_syncguard import SyncGuard, cli, clock, migrate
-from celery_syncguard.config import Settings
-from celery_syncguard.doctor import examine
+from celery_syncguard import SyncGuard
+from celery_syncguard.cli import commands as cli
+from celery_syncguard.cli.doctor import examine
+from celery_syncguard.core import clock
+from celery_syncguard.core.config import Settings
 from celery_syncguard.errors import LeaseLost
+from celery_syncguard.postgres import migrate
 
 NAMES = [one.name for one in migrate.migrations()]
 

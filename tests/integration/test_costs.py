@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks.rig import application, loop
-from celery_syncguard import Lease, LockedTask, SyncGuard, binding
-from celery_syncguard.memory import MemoryStore
+from celery_syncguard import Lease, LockedTask, SyncGuard
+from celery_syncguard.core.memory import MemoryStore
+from celery_syncguard.tasks import binding
 from tests.fixtures.polling import poll
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.servers import PostgresServer

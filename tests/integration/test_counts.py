@@ -3,7 +3,8 @@
 import pytest
 from celery import Celery
 
-from celery_syncguard import LockedTask, LockHeld, binding
+from celery_syncguard import LockedTask, LockHeld
+from celery_syncguard.tasks import binding
 from celery_syncguard.testing import hold_elsewhere
 
 

@@ -13,10 +13,10 @@ import sqlalchemy
 from sqlalchemy import orm
 
 from celery_syncguard import Fence, LeaseLost, SyncGuard
-from celery_syncguard.caller import NotInTransaction
+from celery_syncguard.core.key import new_lock_id
+from celery_syncguard.core.store import Acquire, Held
 from celery_syncguard.errors import NoLease, SchemaBehind
-from celery_syncguard.key import new_lock_id
-from celery_syncguard.store import Acquire, Held
+from celery_syncguard.postgres.caller import NotInTransaction
 from tests.fixtures.polling import poll
 
 

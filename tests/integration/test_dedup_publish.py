@@ -18,11 +18,12 @@ from celery import Celery, chain, chord, group
 from celery.beat import Scheduler
 from celery.exceptions import ImproperlyConfigured as CeleryMisconfigured
 
-from celery_syncguard import DuplicateTask, LockedTask, StoreUnavailable, binding, signals
+from celery_syncguard import DuplicateTask, LockedTask, StoreUnavailable, signals
+from celery_syncguard.core.store import Acquire, Release
 from celery_syncguard.dedup import send_task
 from celery_syncguard.errors import InvalidKey, LockHeld, TooManyDeaths
 from celery_syncguard.skipped import SKIPPED, Skipped
-from celery_syncguard.store import Acquire, Release
+from celery_syncguard.tasks import binding
 from tests.fixtures.cluster import ROOT
 from tests.fixtures.polling import poll
 from tests.fixtures.servers import free_port
@@ -292,7 +293,7 @@ def test_a_claim_outlives_a_producer_that_ends_at_once(producer, end):
 
 def test_a_claim_that_is_confirmed_only_later_ends_early_with_such_a_producer(producer):
     """The negative control."""
-    later = "from celery_syncguard import dedup\ndedup._confirm = lambda *a, **k: None\n"
+    later = "from celery_syncguard.tasks import dedup\ndedup._confirm = lambda *a, **k: None\n"
     assert _run_producer(producer.dsn, later + "work.delay(1)\nos._exit(0)\n") == 0
     assert 0 < producer.claims()["1"][1] <= 10
 

@@ -18,7 +18,8 @@ from celery import Celery
 from celery.exceptions import Reject
 from sqlalchemy import orm
 
-from celery_syncguard import SKIPPED, LockedTask, SyncGuard, binding, hlc, revisions
+from celery_syncguard import SKIPPED, LockedTask, SyncGuard, hlc, revisions
+from celery_syncguard.tasks import binding
 from tests.fixtures.cluster import ROOT
 from tests.integration.test_revisions_callers import django_alias
 

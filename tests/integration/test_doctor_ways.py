@@ -8,9 +8,11 @@ from typing import Any
 import psycopg
 import pytest
 
-from celery_syncguard import SyncGuard, doctor, errors, migrate
-from celery_syncguard.config import Settings
-from celery_syncguard.doctor import examine
+from celery_syncguard import SyncGuard, errors
+from celery_syncguard.cli import doctor
+from celery_syncguard.cli.doctor import examine
+from celery_syncguard.core.config import Settings
+from celery_syncguard.postgres import migrate
 from tests.fixtures.polling import poll
 from tests.fixtures.servers import PgBouncer
 

@@ -7,7 +7,8 @@ import threading
 import pytest
 from celery import Celery
 
-from celery_syncguard import SKIPPED, LeaseLost, LockedTask, LockHeld, NoLease, binding
+from celery_syncguard import SKIPPED, LeaseLost, LockedTask, LockHeld, NoLease
+from celery_syncguard.tasks import binding
 from tests.fixtures.cluster import ROOT
 
 

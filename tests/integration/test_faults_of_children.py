@@ -11,7 +11,8 @@ from celery.app import trace
 from celery.app.task import Context
 from celery.exceptions import SoftTimeLimitExceeded
 
-from celery_syncguard import ImproperlyConfigured, InvalidKey, LockedTask, binding, dedup
+from celery_syncguard import ImproperlyConfigured, InvalidKey, LockedTask
+from celery_syncguard.tasks import binding, dedup
 
 
 class Hooks:
@@ -251,6 +252,6 @@ def test_an_errback_that_a_worker_s_main_process_cannot_send_fails_by_itself(app
     # The negative control: anybody else who gives a parent is told.
     with pytest.raises((ImproperlyConfigured, InvalidKey)):
         fail()
-    monkeypatch.setattr("celery_syncguard.worker.is_worker", lambda: True)
+    monkeypatch.setattr("celery_syncguard.tasks.worker.is_worker", lambda: True)
     fail()
     faulty.check()

@@ -13,10 +13,10 @@ import sqlalchemy
 from sqlalchemy import orm
 
 from celery_syncguard import Lease, SyncGuard, errors
-from celery_syncguard.caller import NotInTransaction
-from celery_syncguard.key import new_lock_id
-from celery_syncguard.migrate import migrate
-from celery_syncguard.store import Acquire, Grant, Held
+from celery_syncguard.core.key import new_lock_id
+from celery_syncguard.core.store import Acquire, Grant, Held
+from celery_syncguard.postgres.caller import NotInTransaction
+from celery_syncguard.postgres.migrate import migrate
 from tests.fixtures.polling import poll
 from tests.integration.test_revisions_callers import (
     django_connection,

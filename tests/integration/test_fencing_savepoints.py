@@ -14,8 +14,8 @@ import sqlalchemy
 from sqlalchemy import orm
 
 from celery_syncguard import InSavepoint, Lease, LeaseLost, NotInTransaction, SyncGuard
-from celery_syncguard.key import new_lock_id
-from celery_syncguard.store import Acquire, Grant, Held
+from celery_syncguard.core.key import new_lock_id
+from celery_syncguard.core.store import Acquire, Grant, Held
 from tests.integration.test_revisions_callers import django_alias, engine_of
 
 LEVELS = list(psycopg.IsolationLevel)
@@ -245,7 +245,7 @@ def renewed(guard: SyncGuard, lease: Lease) -> None:
 
 
 def _renewal(lease: Lease) -> Any:
-    from celery_syncguard.store import Renewal
+    from celery_syncguard.core.store import Renewal
 
     return Renewal(key=lease.key, lock_id=lease.lock_id, ttl=lease.ttl)
 

@@ -11,7 +11,8 @@ from tests.fixtures.proxy import Proxy
 
 _PROGRAM = """
 import os, sys, threading, traceback
-from celery_syncguard import SyncGuard, LeaseLost, LockHeld, clock
+from celery_syncguard import SyncGuard, LeaseLost, LockHeld
+from celery_syncguard.core import clock
 
 dsn, children = sys.argv[1], 8
 guard = SyncGuard(dsn, pool_size=3, timeout=30)
@@ -78,7 +79,8 @@ def test_without_starting_afresh_the_children_would_speak_over_the_parents_conne
 ) -> None:
     """The negative control: the same program, in which nothing is told of the fork."""
     careless = _PROGRAM.replace(
-        "def child(", "import celery_syncguard.process\ncelery_syncguard.process._forgetful.clear()\ndef child("
+        "def child(",
+        "import celery_syncguard.core.process\ncelery_syncguard.core.process._forgetful.clear()\ndef child(",
     ).replace("timeout=30", "timeout=3")
     dsn = tls_proxy.dsn(pg_dsn) + "?sslmode=require"
     done = subprocess.run([sys.executable, "-c", careless, dsn], capture_output=True, text=True, timeout=110)
@@ -89,8 +91,8 @@ def test_without_starting_afresh_the_children_would_speak_over_the_parents_conne
 _BUSY_PROGRAM = """
 import os, signal, sys, threading, traceback
 from celery import Celery
-from celery_syncguard import binding
-from celery_syncguard.loop import Bell
+from celery_syncguard.tasks import binding
+from celery_syncguard.core.loop import Bell
 
 app = Celery("busy", broker="memory://", set_as_current=False)
 app.conf.syncguard_dsn = sys.argv[1]
@@ -158,7 +160,7 @@ def test_a_child_works_wherever_another_thread_was_when_it_was_forked(pg_dsn: st
 def test_with_the_locks_of_its_parents_threads_a_child_hangs(pg_dsn: str) -> None:
     """The negative control."""
     careless = _BUSY_PROGRAM.replace(
-        "pid = os.fork()", "from celery_syncguard import process\nprocess._forgetful.clear()\npid = os.fork()"
+        "pid = os.fork()", "from celery_syncguard.core import process\nprocess._forgetful.clear()\npid = os.fork()"
     ).replace("alarm(15)", "alarm(3)")
     done = subprocess.run([sys.executable, "-c", careless, pg_dsn], capture_output=True, text=True, timeout=90)
     assert done.stdout == "True -14\n"

@@ -11,7 +11,8 @@ import pytest
 from celery import Celery, Task, signals
 from celery.app import trace
 
-from celery_syncguard import ImproperlyConfigured, LockedTask, LockHeld, NoLease, binding, gate
+from celery_syncguard import ImproperlyConfigured, LockedTask, LockHeld, NoLease
+from celery_syncguard.tasks import binding, gate
 from celery_syncguard.testing import hold_elsewhere
 
 

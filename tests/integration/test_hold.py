@@ -13,9 +13,11 @@ import pytest
 from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
 
-from celery_syncguard import Lease, LockedTask, SyncGuard, binding, lease, run
+from celery_syncguard import Lease, LockedTask, SyncGuard
 from celery_syncguard import guard as guard_module
+from celery_syncguard.core import lease
 from celery_syncguard.errors import LockHeld
+from celery_syncguard.tasks import binding, run
 from tests.fixtures.polling import poll
 
 #: Where a handler is tried at every single instruction, and in the function that holds. The rest are the standard library,

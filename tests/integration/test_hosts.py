@@ -10,9 +10,11 @@ from typing import Any
 import psycopg
 import pytest
 
-from celery_syncguard import SyncGuard, clock, connection, errors, hosts
-from celery_syncguard.connection import Connection, connection_parameters
-from celery_syncguard.hosts import Hosts
+from celery_syncguard import SyncGuard, errors
+from celery_syncguard.core import clock
+from celery_syncguard.postgres import connection, hosts
+from celery_syncguard.postgres.connection import Connection, connection_parameters
+from celery_syncguard.postgres.hosts import Hosts
 from tests.fixtures.polling import poll
 
 #: libpq has had a request to cancel that is bounded in time since 17; psycopg's present wheels have it.

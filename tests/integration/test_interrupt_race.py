@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from celery_syncguard.errors import LeaseLost
-from celery_syncguard.interrupt import _birth_in, interrupt_for
+from celery_syncguard.tasks.interrupt import _birth_in, interrupt_for
 from tests.fixtures import soak
 from tests.fixtures.cluster import ROOT
 from tests.fixtures.polling import poll

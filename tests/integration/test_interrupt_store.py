@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from celery_syncguard import LeaseLost, LockHeld, StoreUnavailable, SyncGuard
-from celery_syncguard.interrupt import _raise_in
+from celery_syncguard.tasks.interrupt import _raise_in
 from tests.fixtures.polling import poll
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import psycopg
 import pytest
 
-from celery_syncguard import LockHeld, SyncGuard, clock
-from celery_syncguard.store import Buried
+from celery_syncguard import LockHeld, SyncGuard
+from celery_syncguard.core import clock
+from celery_syncguard.core.store import Buried
 from celery_syncguard.testing import hold_elsewhere
 from tests.fixtures.polling import poll
 

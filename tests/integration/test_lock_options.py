@@ -8,11 +8,12 @@ import time
 import pytest
 from celery.exceptions import Reject, Retry
 
-from celery_syncguard import ImproperlyConfigured, LockedTask, TooManyDeaths, binding
-from celery_syncguard.key import new_lock_id
-from celery_syncguard.memory import MemoryStore
-from celery_syncguard.options import TaskOptions
-from celery_syncguard.store import Acquire, Buried, Grant
+from celery_syncguard import ImproperlyConfigured, LockedTask, TooManyDeaths
+from celery_syncguard.core.key import new_lock_id
+from celery_syncguard.core.memory import MemoryStore
+from celery_syncguard.core.store import Acquire, Buried, Grant
+from celery_syncguard.tasks import binding
+from celery_syncguard.tasks.options import TaskOptions
 from tests.fixtures.polling import poll
 
 

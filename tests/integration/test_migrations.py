@@ -11,9 +11,10 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from celery_syncguard import SyncGuard, migrate
+from celery_syncguard import SyncGuard
 from celery_syncguard.errors import SchemaBehind
-from celery_syncguard.migrate import Migration
+from celery_syncguard.postgres import migrate
+from celery_syncguard.postgres.migrate import Migration
 from tests.fixtures import servers
 
 NAMES = [one.name for one in migrate.migrations()]

@@ -9,9 +9,9 @@ import psycopg
 import pytest
 
 from celery_syncguard import SyncGuard
-from celery_syncguard.config import Settings
-from celery_syncguard.doctor import examine
-from celery_syncguard.migrate import migrate
+from celery_syncguard.cli.doctor import examine
+from celery_syncguard.core.config import Settings
+from celery_syncguard.postgres.migrate import migrate
 from tests.fixtures.servers import PostgresServer
 
 

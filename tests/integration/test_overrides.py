@@ -5,7 +5,8 @@ import functools
 import pytest
 from celery import Celery, Task
 
-from celery_syncguard import LockedTask, binding
+from celery_syncguard import LockedTask
+from celery_syncguard.tasks import binding
 
 
 @pytest.fixture

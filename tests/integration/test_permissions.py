@@ -9,15 +9,16 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from celery_syncguard import SyncGuard, migrate
-from celery_syncguard.config import Settings
-from celery_syncguard.connection import Connection
-from celery_syncguard.doctor import examine, missing_grants
+from celery_syncguard import SyncGuard
+from celery_syncguard.cli.doctor import examine, missing_grants
+from celery_syncguard.core.config import Settings
+from celery_syncguard.core.key import new_lock_id
+from celery_syncguard.core.process import process_id
+from celery_syncguard.core.store import Acquire, Buried, Grant, Release, Renewal
 from celery_syncguard.errors import SchemaBehind, StoreUnavailable
-from celery_syncguard.key import new_lock_id
-from celery_syncguard.postgres import PostgresStore
-from celery_syncguard.process import process_id
-from celery_syncguard.store import Acquire, Buried, Grant, Release, Renewal
+from celery_syncguard.postgres import migrate
+from celery_syncguard.postgres.connection import Connection
+from celery_syncguard.postgres.store import PostgresStore
 from tests.fixtures.polling import poll
 
 OPERATIONS = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text("utf-8")

@@ -15,8 +15,9 @@ from celery.worker.request import Request
 from kombu import Consumer, Exchange, Queue
 from kombu.common import Broadcast
 
-from celery_syncguard import LockedTask, binding, dedup, message, run
-from celery_syncguard.memory import MemoryStore
+from celery_syncguard import LockedTask
+from celery_syncguard.core.memory import MemoryStore
+from celery_syncguard.tasks import binding, dedup, message, run
 from celery_syncguard.testing import hold_elsewhere
 from tests.fixtures.polling import poll
 

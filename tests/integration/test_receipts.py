@@ -11,8 +11,9 @@ from amqp.exceptions import MessageNacked
 from celery import Celery, group
 from celery.app import trace
 
-from celery_syncguard import LockedTask, binding, receipts
+from celery_syncguard import LockedTask
 from celery_syncguard.dedup import send_task
+from celery_syncguard.tasks import binding, receipts
 from tests.fixtures.polling import poll
 from tests.fixtures.proxy import Proxy
 

@@ -15,9 +15,10 @@ from typing import Any
 import psycopg
 import pytest
 
-from celery_syncguard import Lease, SyncGuard, clock, errors
-from celery_syncguard.key import new_lock_id
-from celery_syncguard.store import Acquire, Grant
+from celery_syncguard import Lease, SyncGuard, errors
+from celery_syncguard.core import clock
+from celery_syncguard.core.key import new_lock_id
+from celery_syncguard.core.store import Acquire, Grant
 from celery_syncguard.testing import FakeClock
 from tests.fixtures.polling import poll
 from tests.fixtures.proxy import Proxy

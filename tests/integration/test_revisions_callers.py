@@ -14,7 +14,7 @@ from psycopg.rows import dict_row
 from sqlalchemy import orm
 
 from celery_syncguard import revisions
-from celery_syncguard.caller import NotInTransaction, caller
+from celery_syncguard.postgres.caller import NotInTransaction, caller
 
 Begin = Callable[[], AbstractContextManager[Any]]
 

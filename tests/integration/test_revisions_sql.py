@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from celery_syncguard import revisions
-from celery_syncguard.cli import main
+from celery_syncguard.cli.commands import main
 
 
 def columns(connection, table):

@@ -8,10 +8,11 @@ from typing import Any
 import psycopg
 import pytest
 
-from celery_syncguard import SyncGuard, doctor, revisions
-from celery_syncguard.config import Settings
-from celery_syncguard.migrate import migrate
-from celery_syncguard.store import Acquire, Release
+from celery_syncguard import SyncGuard, revisions
+from celery_syncguard.cli import doctor
+from celery_syncguard.core.config import Settings
+from celery_syncguard.core.store import Acquire, Release
+from celery_syncguard.postgres.migrate import migrate
 from tests.fixtures.servers import PostgresServer
 
 #: All at once: what one of them breaks, all of them break.

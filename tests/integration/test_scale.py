@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import psycopg
 
-from celery_syncguard import Lease, SyncGuard, clock
-from celery_syncguard.key import new_lock_id
-from celery_syncguard.store import Renewal
+from celery_syncguard import Lease, SyncGuard
+from celery_syncguard.core import clock
+from celery_syncguard.core.key import new_lock_id
+from celery_syncguard.core.store import Renewal
 from tests.fixtures.polling import poll
 
 LEASES = 10_000

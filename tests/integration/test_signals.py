@@ -8,9 +8,10 @@ import threading
 
 import pytest
 
-from celery_syncguard import LockedTask, LockHeld, SyncGuard, binding, signals
+from celery_syncguard import LockedTask, LockHeld, SyncGuard, signals
+from celery_syncguard.core.store import Held
 from celery_syncguard.skipped import Skipped
-from celery_syncguard.store import Held
+from celery_syncguard.tasks import binding
 from celery_syncguard.testing import hold_elsewhere
 from tests.fixtures.polling import poll
 

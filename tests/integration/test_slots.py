@@ -8,13 +8,13 @@ import psycopg
 import pytest
 
 from celery_syncguard import SyncGuard
-from celery_syncguard.config import Settings
-from celery_syncguard.connection import Connection
+from celery_syncguard.beat.slots import PRUNED_AT_MOST, Slot, open_slots
+from celery_syncguard.core.config import Settings
+from celery_syncguard.core.leadership import leader_lock_key
+from celery_syncguard.core.lease import Lease
+from celery_syncguard.core.store import Acquire, Release
 from celery_syncguard.errors import StoreUnavailable
-from celery_syncguard.leadership import leader_lock_key
-from celery_syncguard.lease import Lease
-from celery_syncguard.slots import PRUNED_AT_MOST, Slot, open_slots
-from celery_syncguard.store import Acquire, Release
+from celery_syncguard.postgres.connection import Connection
 from tests.fixtures.polling import poll
 
 DUE = datetime(2025, 6, 1, 12, tzinfo=timezone.utc)

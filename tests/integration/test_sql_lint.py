@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from celery_syncguard import migrate
+from celery_syncguard.postgres import migrate
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(migrate.folder().rglob("*.sql"))
-MODULES = sorted((ROOT / "celery_syncguard").glob("*.py"))
+MODULES = sorted((ROOT / "celery_syncguard").rglob("*.py"))
 
 TOKEN = re.compile(r"'(?:[^']|'')*'|--[^\n]*|/\*.*?\*/", re.DOTALL)
 STALE = re.compile(

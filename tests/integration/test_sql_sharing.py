@@ -8,10 +8,11 @@ import time
 import psycopg
 import pytest
 
-from celery_syncguard import SyncGuard, migrate
-from celery_syncguard.key import new_lock_id
-from celery_syncguard.postgres import PostgresStore
-from celery_syncguard.store import Acquire, Buried, Grant, Held, Release, Renewal
+from celery_syncguard import SyncGuard
+from celery_syncguard.core.key import new_lock_id
+from celery_syncguard.core.store import Acquire, Buried, Grant, Held, Release, Renewal
+from celery_syncguard.postgres import migrate
+from celery_syncguard.postgres.store import PostgresStore
 from tests.fixtures.other_client import OtherClient
 from tests.fixtures.polling import poll
 

@@ -6,9 +6,9 @@ import psycopg
 import pytest
 
 from celery_syncguard import SyncGuard, errors
-from celery_syncguard.key import new_lock_id
-from celery_syncguard.postgres import PostgresStore
-from celery_syncguard.store import Acquire, Grant, Held
+from celery_syncguard.core.key import new_lock_id
+from celery_syncguard.core.store import Acquire, Grant, Held
+from celery_syncguard.postgres.store import PostgresStore
 from celery_syncguard.testing import race_threads
 from tests.fixtures.polling import poll
 

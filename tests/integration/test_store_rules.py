@@ -13,10 +13,11 @@ from typing import Any
 import psycopg
 import pytest
 
-from celery_syncguard import SyncGuard, errors, migrate
-from celery_syncguard.key import new_lock_id
-from celery_syncguard.postgres import PostgresStore
-from celery_syncguard.store import Acquire, Buried, Done, Grant, Held, Release, Renewal
+from celery_syncguard import SyncGuard, errors
+from celery_syncguard.core.key import new_lock_id
+from celery_syncguard.core.store import Acquire, Buried, Done, Grant, Held, Release, Renewal
+from celery_syncguard.postgres import migrate
+from celery_syncguard.postgres.store import PostgresStore
 from celery_syncguard.testing import race_threads
 from tests.fixtures.polling import poll
 

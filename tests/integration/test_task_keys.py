@@ -14,8 +14,9 @@ from asgiref.sync import async_to_sync
 from celery import Celery, Task
 from kombu.exceptions import EncodeError
 
-from celery_syncguard import ImproperlyConfigured, InvalidKey, LockedTask, binding
+from celery_syncguard import ImproperlyConfigured, InvalidKey, LockedTask
 from celery_syncguard.dedup import send_task
+from celery_syncguard.tasks import binding
 
 
 @pytest.fixture
@@ -454,7 +455,7 @@ def test_an_argument_that_a_decorator_puts_in_shifts_no_key(app, decorator, requ
 
 def test_bound_to_the_function_inside_such_arguments_would_make_one_key(app, monkeypatch):
     """The negative control: by the signature that `functools.wraps` shows."""
-    monkeypatch.setattr("celery_syncguard.body._hands_on", lambda wrapper: True)
+    monkeypatch.setattr("celery_syncguard.tasks.body._hands_on", lambda wrapper: True)
 
     @app.task(base=LockedTask, name="sync", lock_key="sync:{account}")
     @injects
@@ -604,7 +605,7 @@ def test_a_key_is_the_same_for_every_attempt_and_every_way_to_publish(app, value
 
 def test_without_the_serializer_s_form_attempts_differ(app, monkeypatch):
     """The negative control."""
-    monkeypatch.setattr("celery_syncguard.plan.as_sent", lambda args, kwargs, serializer: (args, kwargs))
+    monkeypatch.setattr("celery_syncguard.tasks.plan.as_sent", lambda args, kwargs, serializer: (args, kwargs))
 
     @app.task(base=LockedTask, lock_key=lambda task, args, kwargs: f"x:{args[0]}")
     def f(n):
@@ -622,7 +623,7 @@ def test_plain_arguments_are_not_serialized_for_their_key(app, monkeypatch):
     def f(*args, **kwargs):
         """Nothing runs it."""
 
-    monkeypatch.setattr("celery_syncguard.options.serialization.dumps", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr("celery_syncguard.tasks.options.serialization.dumps", lambda *args, **kwargs: 1 / 0)
     header = {}
     f.plan().complete(f, header, (1, "a", None, 1.5, True), {"n": 2}, {})
     assert header["key"] == "x:(1, 'a', None, 1.5, True):{'n': 2}"

@@ -11,7 +11,8 @@ from celery.contrib.django.task import DjangoTask
 from celery.exceptions import MaxRetriesExceededError
 from pydantic import BaseModel
 
-from celery_syncguard import SKIPPED, Fence, LockedTask, LockHeld, NoLease, Skipped, binding, guard_for, signals
+from celery_syncguard import SKIPPED, Fence, LockedTask, LockHeld, NoLease, Skipped, guard_for, signals
+from celery_syncguard.tasks import binding
 from celery_syncguard.testing import hold_elsewhere
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 
 from celery_syncguard.errors import LeaseLost
-from celery_syncguard.interrupt import _raise_in
+from celery_syncguard.tasks.interrupt import _raise_in
 
 started = interrupted = 0
 

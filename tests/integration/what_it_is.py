@@ -12,7 +12,7 @@ from pathlib import Path
 
 from celery import Celery
 
-from celery_syncguard.process import process_id
+from celery_syncguard.core.process import process_id
 
 app = Celery(__name__, set_as_current=False)
 
@@ -39,7 +39,7 @@ FACTS = {
     "streams": [(one.encoding, one.errors, one.write_through, one.fileno()) for one in (sys.stdout, sys.stderr)],
     "faults are told": faulthandler.is_enabled(),
     "threads": threading.active_count(),
-    "ours was imported before": sorted(name for name in sys.modules if name.startswith("celery_syncguard.task")),
+    "ours was imported before": sorted(name for name in sys.modules if name.startswith("celery_syncguard.tasks.task")),
     "chance": [random.random(), uuid.uuid4().hex, process_id().partition(":")[0]],
 }
 print("FACTS", json.dumps(FACTS), flush=True)

@@ -90,7 +90,9 @@ def test_celery_knows_the_subcommand(environment):
 
 def test_other_celery_commands_do_not_load_a_database_driver(environment):
     """Every `celery` command loads the entry point, also where libpq is missing."""
-    code = "import sys, celery_syncguard.cli; print([name for name in sys.modules if name.startswith('psycopg')])"
+    code = (
+        "import sys, celery_syncguard.cli.commands; print([name for name in sys.modules if name.startswith('psycopg')])"
+    )
     assert environment.run("python", "-c", code).strip() == "[]"
 
 

@@ -15,12 +15,14 @@ from celery.apps.beat import Beat
 from celery.schedules import crontab
 from kombu import Connection, Producer
 
-from celery_syncguard import binding, clock, signals
-from celery_syncguard.beat import LeaderScheduler, scheduler_class
+from celery_syncguard import signals
+from celery_syncguard.beat.scheduler import LeaderScheduler, scheduler_class
+from celery_syncguard.beat.sending import sending, undisturbed
+from celery_syncguard.beat.slots import PRUNED_AT_MOST, MemorySlots, Slot
+from celery_syncguard.beat.timekeeper import Timekeeper
+from celery_syncguard.core import clock
 from celery_syncguard.errors import ImproperlyConfigured, StoreUnavailable
-from celery_syncguard.sending import sending, undisturbed
-from celery_syncguard.slots import PRUNED_AT_MOST, MemorySlots, Slot
-from celery_syncguard.timekeeper import Timekeeper
+from celery_syncguard.tasks import binding
 from tests.fixtures.interrupting import at_step
 from tests.fixtures.polling import poll
 
@@ -559,7 +561,7 @@ class Signalled(LeaderScheduler):
 @pytest.mark.parametrize("where", ["tick", "between ticks", "while it closes"])
 def test_any_number_of_signals_ends_beat_and_gives_its_lease_back(monkeypatch, where):
     """The negative control is that of the leadership alone."""
-    monkeypatch.setattr("celery_syncguard.beat._TURN", 0.005)
+    monkeypatch.setattr("celery_syncguard.beat.scheduler._TURN", 0.005)
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
     ended = 0
     try:
@@ -918,8 +920,8 @@ def test_a_standby_has_no_schedule_and_looks_often():
     app = make_app({"a": every(1)})
     one = LeaderScheduler(app=app, lazy=False)
     guard = binding.guard_for(app)
-    from celery_syncguard.leadership import leader_lock_key
-    from celery_syncguard.store import Acquire
+    from celery_syncguard.core.leadership import leader_lock_key
+    from celery_syncguard.core.store import Acquire
 
     held = guard.acquire(Acquire(key=leader_lock_key("beat"), lock_id="x" * 22, ttl=60, holder="another"))
     try:

@@ -9,9 +9,9 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from celery_syncguard.beat_cli import _runs_here, _status
-from celery_syncguard.slots import TermRow
-from celery_syncguard.store import LockRow
+from celery_syncguard.beat.slots import TermRow
+from celery_syncguard.cli.beat import _runs_here, _status
+from celery_syncguard.core.store import LockRow
 
 NOW = datetime(2025, 1, 1, 12, tzinfo=timezone.utc)
 LOCK = LockRow(

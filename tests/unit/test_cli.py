@@ -13,11 +13,14 @@ import pytest
 from celery import Celery
 from click.testing import CliRunner
 
-from celery_syncguard import SyncGuard, cli, console, migrate
-from celery_syncguard.config import Settings
-from celery_syncguard.connection import describe_dsn
-from celery_syncguard.doctor import examine
+from celery_syncguard import SyncGuard
+from celery_syncguard.cli import commands as cli
+from celery_syncguard.cli import console
+from celery_syncguard.cli.doctor import examine
+from celery_syncguard.core.config import Settings
 from celery_syncguard.errors import ImproperlyConfigured
+from celery_syncguard.postgres import migrate
+from celery_syncguard.postgres.connection import describe_dsn
 
 COMMANDS = ["demo", "doctor", "locks", "migrate", "prune", "release", "sql", "status"]
 
@@ -74,7 +77,7 @@ def test_the_sql_of_revisions_is_the_revisions_modules(what):
 
 def test_every_celery_command_loads_the_module_without_a_driver():
     """It is an entry point of the `celery` command, so its import is paid by every worker and beat."""
-    script = "import sys, celery_syncguard.cli; print([m for m in ('psycopg', 'celery', 'django') if m in sys.modules])"
+    script = "import sys, celery_syncguard.cli.commands; print([m for m in ('psycopg', 'celery', 'django') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -231,7 +234,7 @@ def test_a_broker_that_nobody_knows_is_a_check_that_fails_and_no_traceback():
 @pytest.mark.parametrize("command", [["locks"], ["prune"], ["status"], ["migrate"]])
 def test_without_a_server_a_command_says_one_line(command):
     environment = {**os.environ, "SYNCGUARD_DSN": "postgresql://u@127.0.0.1:1/d?connect_timeout=1"}
-    program = [sys.executable, "-c", "from celery_syncguard.cli import main; main()", *command]
+    program = [sys.executable, "-c", "from celery_syncguard.cli.commands import main; main()", *command]
     answer = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert answer.returncode == 1
     assert answer.stdout == ""

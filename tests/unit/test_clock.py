@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from celery_syncguard import clock
+from celery_syncguard.core import clock
 from celery_syncguard.guard import SyncGuard
 from celery_syncguard.testing import FakeClock
 

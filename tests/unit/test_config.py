@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from celery_syncguard import SyncGuard, errors
-from celery_syncguard.config import Settings
+from celery_syncguard.core.config import Settings
 
 
 def test_names_are_those_of_celery_in_any_case_and_other_settings_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

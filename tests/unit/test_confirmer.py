@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from celery_syncguard.confirmer import Confirmer
-from celery_syncguard.memory import MemoryStore
+from celery_syncguard.core.memory import MemoryStore
+from celery_syncguard.tasks.confirmer import Confirmer
 from tests.fixtures.polling import poll
 
 

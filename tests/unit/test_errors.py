@@ -8,9 +8,9 @@ import pickle
 import pytest
 
 from celery_syncguard import errors
-from celery_syncguard.events import logger
+from celery_syncguard.core.events import logger
+from celery_syncguard.core.store import Held
 from celery_syncguard.guard import lock_held
-from celery_syncguard.store import Held
 
 
 def test_facts_survive_pickling() -> None:

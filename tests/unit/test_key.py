@@ -10,8 +10,8 @@ import unicodedata
 import pytest
 
 from celery_syncguard import errors
+from celery_syncguard.core.key import MAX_KEY_BYTES, Fence, new_lock_id, normalize_key, public_key, shortened, task_key
 from celery_syncguard.guard import SyncGuard
-from celery_syncguard.key import MAX_KEY_BYTES, Fence, new_lock_id, normalize_key, public_key, shortened, task_key
 
 #: Nothing listens there: whatever is refused with this dsn was refused before any I/O.
 NOWHERE = "postgresql://nobody@127.0.0.1:1/nothing?connect_timeout=2"

@@ -5,11 +5,12 @@ import threading
 
 import pytest
 
-from celery_syncguard import SyncGuard, clock, leadership
-from celery_syncguard.config import Settings
+from celery_syncguard import SyncGuard
+from celery_syncguard.core import clock, leadership
+from celery_syncguard.core.config import Settings
+from celery_syncguard.core.leadership import Leadership, end_term, leader_lock_key
+from celery_syncguard.core.memory import MemoryStore
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, LeaseLost, StoreUnavailable
-from celery_syncguard.leadership import Leadership, end_term, leader_lock_key
-from celery_syncguard.memory import MemoryStore
 from tests.fixtures.interrupting import hanging_step
 from tests.fixtures.polling import poll
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from celery_syncguard import clock, errors
-from celery_syncguard.lease import Lease, margin, seconds, ttl_seconds
+from celery_syncguard import errors
+from celery_syncguard.core import clock
+from celery_syncguard.core.lease import Lease, margin, seconds, ttl_seconds
 from celery_syncguard.testing import FakeClock
 
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from celery_syncguard.loop import Bell, Loop
+from celery_syncguard.core.loop import Bell, Loop
 from tests.fixtures.interrupting import hanging_step
 from tests.fixtures.polling import poll
 
@@ -120,7 +120,7 @@ def test_a_stop_just_before_the_bell_is_cleared_is_heard(monkeypatch: pytest.Mon
                 loop.stop(wait=False)
             super().clear()
 
-    monkeypatch.setattr("celery_syncguard.loop.Bell", StoppedFirst)
+    monkeypatch.setattr("celery_syncguard.core.loop.Bell", StoppedFirst)
     loop = Loop("test-loop-unheard", lambda: None)
     loop.start()
     poll(lambda: stops and threads("test-loop-unheard") == 0)
@@ -142,7 +142,7 @@ def test_a_thread_that_goes_on_in_the_middle_of_the_next_start_ends(monkeypatch:
         entered.set()
         leave.wait(30)
 
-    monkeypatch.setattr("celery_syncguard.loop.Bell", GoesOn)
+    monkeypatch.setattr("celery_syncguard.core.loop.Bell", GoesOn)
     loop = Loop("test-loop-between", step)
     loop.start()
     assert entered.wait(10)

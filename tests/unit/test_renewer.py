@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_syncguard import Lease, SyncGuard, binding, renewer
+from celery_syncguard import Lease, SyncGuard
 from celery_syncguard import guard as guard_module
+from celery_syncguard.core import renewer
+from celery_syncguard.core.memory import MemoryStore
+from celery_syncguard.core.store import Release, Renewal
 from celery_syncguard.errors import StoreUnavailable
-from celery_syncguard.memory import MemoryStore
-from celery_syncguard.store import Release, Renewal
+from celery_syncguard.tasks import binding
 from celery_syncguard.testing import FakeClock
 from tests.fixtures.polling import poll
 

@@ -10,8 +10,9 @@ from billiard.exceptions import TimeLimitExceeded, WorkerLostError
 from celery import Celery
 from celery.worker.request import Request
 
-from celery_syncguard import LockedTask, binding, worker
-from celery_syncguard.worker import GuardedRequest
+from celery_syncguard import LockedTask
+from celery_syncguard.tasks import binding, worker
+from celery_syncguard.tasks.worker import GuardedRequest
 
 
 class Pool:

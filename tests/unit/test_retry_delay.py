@@ -7,8 +7,8 @@ import statistics
 
 import pytest
 
-from celery_syncguard.options import TaskOptions
-from celery_syncguard.run import Run
+from celery_syncguard.tasks.options import TaskOptions
+from celery_syncguard.tasks.run import Run
 
 
 @pytest.fixture(autouse=True)

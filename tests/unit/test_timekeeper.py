@@ -4,8 +4,8 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from celery_syncguard import clock
-from celery_syncguard.timekeeper import Timekeeper
+from celery_syncguard.beat.timekeeper import Timekeeper
+from celery_syncguard.core import clock
 
 HOUR = 3600.0
 START = datetime(2026, 6, 1, 12, tzinfo=timezone.utc)

@@ -6,7 +6,7 @@ import pytest
 from celery import VERSION, Celery
 from celery.schedules import crontab, schedule, solar
 
-from celery_syncguard.timetable import MAX_MISSED, choose, describe, due_between, grid_start, next_due
+from celery_syncguard.beat.timetable import MAX_MISSED, choose, describe, due_between, grid_start, next_due
 
 UTC = timezone.utc
 NIGHTS = {

@@ -12,7 +12,7 @@ import pytest
 from celery import Celery
 from celery.schedules import crontab, schedule, solar
 
-from celery_syncguard.timetable import MAX_MISSED, due_between, next_due
+from celery_syncguard.beat.timetable import MAX_MISSED, due_between, next_due
 
 UTC = timezone.utc
 MINUTE, DAY = timedelta(minutes=1), timedelta(days=1)

@@ -8,8 +8,8 @@ import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_syncguard import SyncGuard, guard
+from celery_syncguard.core.loop import Bell
 from celery_syncguard.guard import _Turns
-from celery_syncguard.loop import Bell
 from celery_syncguard.testing import hold_elsewhere
 from tests.fixtures.polling import poll
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from celery_syncguard import process, worker
-from celery_syncguard.clock import now
+from celery_syncguard.core import process
+from celery_syncguard.core.clock import now
+from celery_syncguard.core.store import Buried
 from celery_syncguard.errors import StoreUnavailable
-from celery_syncguard.store import Buried
+from celery_syncguard.tasks import worker
 from celery_syncguard.testing import FakeClock
 from tests.fixtures.polling import poll
 

@@ -2,7 +2,8 @@
 
 import time
 
-from celery_syncguard import LockedTask, LockHeld, binding
+from celery_syncguard import LockedTask, LockHeld
+from celery_syncguard.tasks import binding
 from tests.fixtures import gate
 from tests.fixtures.app import make_app
 from tests.fixtures.history import record_task

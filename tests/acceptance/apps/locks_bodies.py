@@ -10,7 +10,8 @@ import psycopg
 from celery import Task
 from celery.exceptions import Reject
 
-from celery_syncguard import LockedTask, worker
+from celery_syncguard import LockedTask
+from celery_syncguard.tasks import worker
 from tests.fixtures import gate
 from tests.fixtures.app import make_app, misdeed
 from tests.fixtures.history import DSN_VARIABLE, record, record_task

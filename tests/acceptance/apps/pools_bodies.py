@@ -14,7 +14,8 @@ import psycopg
 from celery.app.task import Context
 from celery.signals import worker_process_init
 
-from celery_syncguard import Lease, LeaseLost, LockedTask, SyncGuard, pool
+from celery_syncguard import Lease, LeaseLost, LockedTask, SyncGuard
+from celery_syncguard.postgres import pool
 from tests.fixtures import gate
 from tests.fixtures.app import make_app, misdeed
 from tests.fixtures.history import record, record_task

@@ -12,8 +12,9 @@ import threading
 from celery import Celery
 from celery.app.trace import build_tracer
 
-from celery_syncguard import LockedTask, binding
-from celery_syncguard.lease import Lease
+from celery_syncguard import LockedTask
+from celery_syncguard.core.lease import Lease
+from celery_syncguard.tasks import binding
 
 app = Celery("many", set_as_current=False)
 app.conf.update(syncguard_dsn="memory://", broker_url="memory://", result_backend="disabled://")

@@ -1,0 +1,418 @@
+"""The memory store: the same answers as PostgreSQL's, within one process. For tests and eager mode.
+
+It passes the same contract suite, which is the only reason to believe it. It has no transactions, so `fenced` and
+`complete` act at once and ignore the connection.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from celery_syncguard.core import clock
+from celery_syncguard.core.store import (
+    Acquire,
+    Buried,
+    Claim,
+    Dead,
+    Done,
+    Grant,
+    Held,
+    LockRow,
+    Pruned,
+    Release,
+    Renewal,
+)
+
+__all__ = ["MemoryStore"]
+
+#: How long one attempt of a task is remembered for its copies.
+_ATTEMPT_TTL = 3600.0
+
+#: How long after its last death a key is not given to a task, if there were too many.
+_DEATHS_OF_KEY = 3600.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Row:
+    request: Acquire
+    fence: int
+    acquired: float
+    expires: float
+    process: str | None
+    task_id: str | None
+    copies: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class _Deaths:
+    count: int
+    last: float
+    lock_id: str | None
+
+
+@dataclasses.dataclass(slots=True)
+class _Claim:
+    task_id: str
+    holder: str | None
+    claimed: float
+    expires: float
+    next_task_id: str | None = None
+    fingerprint: str | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class _Completion:
+    task_id: str | None
+    completed: float
+    expires: float
+    fingerprint: str | None = None
+
+
+def _attempt_key(call_id: str | None, attempt: int | None) -> str:
+    return f"attempt:{call_id}:{attempt}"
+
+
+def _attempt_of(request: Acquire) -> tuple[str | None, int | None, str | None]:
+    return (request.task_id, request.attempt, request.call_id)
+
+
+def _died(row: _Row | None, request: Acquire) -> bool:
+    """Whether an expired row tells of a death: not if the process that asks held it, nor if it is this very request's."""
+    if row is None or row.task_id is None or row.request.lock_id == request.lock_id:
+        return False
+    return row.process is None or row.process != request.process
+
+
+def _subjects(key: str, task_id: str | None) -> tuple[str, ...]:
+    return (f"key:{key}",) if task_id is None else (f"key:{key}", f"task:{task_id}")
+
+
+class MemoryStore:
+    """Locks in this process's memory. Threads share it; processes do not."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._rows: dict[str, _Row] = {}
+        self._counters: dict[str, int] = {}
+        self._completions: dict[str, _Completion] = {}
+        self._claims: dict[str, _Claim] = {}
+        self._deaths: dict[str, _Deaths] = {}
+        # One offset for all instants: they must tell the same story as the differences between them.
+        self._offset = clock.wall_ms() / 1000 - clock.now()
+
+    def __repr__(self) -> str:
+        return "<MemoryStore>"
+
+    def _instant(self, local: float) -> datetime:
+        return datetime.fromtimestamp(local + self._offset, tz=timezone.utc)
+
+    def acquire(self, request: Acquire) -> Grant | Held | Done | Dead:
+        with self._changed:
+            now = clock.now()
+            row = self._rows.get(request.key)
+            if row is not None and row.expires > now:
+                if row.request.lock_id == request.lock_id:
+                    return self._grant(row)
+                if row.task_id is not None and _attempt_of(row.request) == _attempt_of(request):
+                    row.copies = True
+                self._keep_claim(request, now)
+                return self._held(row, now)
+            for run_key in request.run_keys:
+                done = self._completions.get(run_key)
+                if done is not None and done.expires > now:
+                    return Done(run_key, done.task_id, now - done.completed, done.fingerprint)
+            if request.max_deaths is not None and request.task_id is not None:
+                dead = self._dead(request, request.max_deaths, row, now)
+                if dead is not None:
+                    return dead
+            if row is not None and _died(row, request):
+                self._bury(row, now)
+                if row.task_id != request.task_id:
+                    self._end_claim_of(row)
+            fence = max(self._counters.get(request.key, 0) + 1, int((now + self._offset) * 1000))
+            self._counters[request.key] = fence
+            row = self._rows[request.key] = _Row(
+                request=request,
+                fence=fence,
+                acquired=now,
+                expires=now + request.ttl,
+                process=request.process,
+                task_id=request.task_id,
+            )
+            if request.claim_key is not None and request.task_id is not None:
+                if request.claim_ttl is None:
+                    self._begin(request.claim_key, request.task_id, request.claim_wait, now)
+                else:
+                    self._claim(request.claim_key, request.task_id, request.claim_ttl, request.holder, now)
+            return self._grant(row)
+
+    def _grant(self, row: _Row) -> Grant:
+        return Grant(
+            key=row.request.key,
+            lock_id=row.request.lock_id,
+            fence=row.fence,
+            acquired_at=self._instant(row.acquired),
+            expires_at=self._instant(row.expires),
+        )
+
+    def _held(self, row: _Row, now: float) -> Held:
+        return Held(
+            key=row.request.key,
+            lock_id=row.request.lock_id,
+            fence=row.fence,
+            since=now - row.acquired,
+            remaining=row.expires - now,
+            holder=row.request.holder,
+            task_id=row.task_id,
+            attempt=row.request.attempt,
+            call_id=row.request.call_id,
+        )
+
+    def _keep_claim(self, request: Acquire, now: float) -> None:
+        """It lives as long as its message waits."""
+        claim = self._claims.get(request.claim_key or "")
+        if claim is not None and claim.task_id == request.task_id and request.claim_wait is not None:
+            claim.expires = max(claim.expires, now + request.claim_wait)
+
+    def _dead(self, request: Acquire, most: int, row: _Row | None, now: float) -> Dead | None:
+        key, task = (self._deaths.get(subject) for subject in _subjects(request.key, request.task_id))
+        died = _died(row, request)
+        of_task = (task.count if task is not None else 0) + (
+            died and row is not None and row.task_id == request.task_id
+        )
+        of_key = (key.count if key is not None and key.last > now - _DEATHS_OF_KEY else 0) + (
+            died and row is not None and row.expires > now - _DEATHS_OF_KEY
+        )
+        if of_task >= most:
+            return Dead(deaths=of_task)
+        return Dead(deaths=of_key, of_task=False) if of_key >= 2 * most else None
+
+    def _bury(self, row: _Row, now: float) -> None:
+        if row.task_id is not None:
+            for subject in _subjects(row.request.key, row.task_id):
+                before = self._deaths.get(subject)
+                count = 1 if before is None else before.count + 1
+                self._deaths[subject] = _Deaths(count, now, row.request.lock_id)
+
+    def renew(self, renewals: Sequence[Renewal]) -> dict[str, bool | None]:
+        answer: dict[str, bool | None] = {}
+        with self._changed:
+            now = clock.now()
+            for one in renewals:
+                row = self._rows.get(one.key)
+                if row is not None and row.request.lock_id == one.lock_id:
+                    row.expires = now + one.ttl
+                    answer[one.lock_id] = True
+        return answer
+
+    def release(self, release: Release) -> bool:
+        with self._changed:
+            now = clock.now()
+            if release.claim_key is not None and release.task_id is not None:
+                self._unclaim(release.claim_key, release.task_id)
+            row = self._rows.get(release.key)
+            if row is not None and row.request.lock_id != release.lock_id:
+                row = None
+            if release.run_key is not None and (row is not None or release.attempt_done):
+                self._complete(release.run_key, release.task_id, release.run_ttl or 0.0, now, release.fingerprint)
+            for subject in _subjects(release.key, release.task_id):
+                deaths = self._deaths.get(subject)
+                if release.attempt_done:
+                    self._deaths.pop(subject, None)
+                elif row is None and deaths is not None and deaths.lock_id == release.lock_id:
+                    # It was taken for dead.
+                    self._deaths[subject] = _Deaths(deaths.count - 1, deaths.last, None)
+            if row is None:
+                return False
+            if release.min_hold is not None and row.acquired + release.min_hold > now:
+                # Under another lock_id, as a renewal that is under way must not find the lease any more.
+                self._rows[release.key] = dataclasses.replace(
+                    row,
+                    request=dataclasses.replace(row.request, lock_id=release.lock_id[::-1]),
+                    expires=row.acquired + release.min_hold,
+                    process=None,
+                    task_id=None,
+                )
+            else:
+                del self._rows[release.key]
+            if release.attempt_done and row.copies:
+                key = _attempt_key(row.request.call_id or release.task_id, row.request.attempt)
+                self._completions.pop(key, None)
+                self._complete(key, release.task_id, _ATTEMPT_TTL, now)
+            self._changed.notify_all()
+            return True
+
+    def release_process(self, process: str) -> Buried:
+        with self._changed:
+            now = clock.now()
+            dead = [row for row in self._rows.values() if row.process == process]
+            for row in dead:
+                self._bury(row, now)
+                claim = self._claims.get(row.request.claim_key or "")
+                if claim is not None and claim.claimed >= row.acquired:
+                    # Made by the lease's own acquire. An older one is its message's, which may come again.
+                    self._end_claim_of(row)
+                del self._rows[row.request.key]
+            self._changed.notify_all()
+            return Buried(freed=len(dead))
+
+    def locks(self, key: str | None = None, *, limit: int | None = None) -> list[LockRow]:
+        with self._changed:
+            now = clock.now()
+            rows = [
+                LockRow(
+                    key=row.request.key,
+                    lock_id=row.request.lock_id,
+                    fence=row.fence,
+                    acquired_at=self._instant(row.acquired),
+                    expires_at=self._instant(row.expires),
+                    since=now - row.acquired,
+                    remaining=row.expires - now,
+                    holder=row.request.holder,
+                    task_id=row.task_id,
+                    attempt=row.request.attempt,
+                )
+                for row in self._rows.values()
+                if row.expires > now and key in (None, row.request.key)
+            ]
+        return sorted(rows, key=lambda row: (row.acquired_at, row.key))[:limit]
+
+    def prune(self, *, older: float, counters: bool = False) -> Pruned:
+        with self._changed:
+            before = clock.now() - older
+            locks = [key for key, row in self._rows.items() if row.expires <= before]
+            claimed = len(self._claims)
+            for key in locks:
+                # The lease is what tells that the claim's holder is dead.
+                self._end_claim_of(self._rows.pop(key))
+            completions = [key for key, done in self._completions.items() if done.expires <= before]
+            claims = [key for key, claim in self._claims.items() if claim.expires <= before]
+            deaths = [key for key, death in self._deaths.items() if death.last <= before - 7 * 86_400]
+            limit = int((before + self._offset) * 1000)
+            idle = [key for key, fence in self._counters.items() if fence < limit and key not in self._rows]
+            idle = idle if counters else []
+            for key in completions:
+                del self._completions[key]
+            for key in claims:
+                del self._claims[key]
+            claimed -= len(self._claims)
+            for key in deaths:
+                del self._deaths[key]
+            for key in idle:
+                del self._counters[key]
+        return Pruned(len(locks), len(completions), claimed, len(deaths), len(idle))
+
+    def wait(self, key: str, timeout: float) -> bool:
+        with self._changed:
+            row = self._rows.get(key)
+            return self._changed.wait_for(lambda: self._rows.get(key) is not row or row is None, timeout)
+
+    def claim(
+        self,
+        key: str,
+        *,
+        task_id: str,
+        ttl: float,
+        holder: str | None = None,
+        again: bool = False,
+        fingerprint: str | None = None,
+    ) -> Claim:
+        with self._changed:
+            now = clock.now()
+            for row in self._rows.values():
+                if row.expires <= now and row.request.claim_key == key:
+                    self._end_claim_of(row)
+            claim = self._claim(key, task_id, ttl, holder, now)
+            if claim.task_id == task_id:
+                claim.fingerprint = fingerprint or claim.fingerprint
+            elif again:
+                claim.next_task_id = task_id
+            return Claim(
+                key=key,
+                task_id=claim.task_id,
+                ours=claim.task_id == task_id,
+                age=now - claim.claimed,
+                remaining=claim.expires - now,
+                holder=claim.holder,
+                fingerprint=claim.fingerprint,
+            )
+
+    def _claim(self, key: str, task_id: str, ttl: float, holder: str | None, now: float) -> _Claim:
+        claim = self._claims.get(key)
+        if claim is not None and claim.task_id == task_id:
+            claim.expires = max(claim.expires, now + ttl)
+        elif claim is None or claim.expires <= now:
+            claim = self._claims[key] = _Claim(task_id=task_id, holder=holder, claimed=now, expires=now + ttl)
+        return claim
+
+    def confirm(self, claims: Sequence[tuple[str, str, float]]) -> int:
+        with self._changed:
+            count = 0
+            for key, task_id, ttl in claims:
+                claim = self._claims.get(key)
+                if claim is not None and claim.task_id == task_id:
+                    claim.expires = max(claim.expires, claim.claimed + ttl)
+                    count += 1
+            return count
+
+    def unclaim(self, key: str, *, task_id: str) -> bool:
+        with self._changed:
+            return self._unclaim(key, task_id)
+
+    def _end_claim_of(self, row: _Row) -> None:
+        """Its holder is dead, and so is the work that it claimed."""
+        if row.request.claim_key is not None and row.request.claim_ttl is not None and row.task_id is not None:
+            self._unclaim(row.request.claim_key, row.task_id)
+
+    def _begin(self, key: str, task_id: str, ttl: float | None, now: float) -> None:
+        """The task's work has begun: its claim ends, or goes to the task that waits to run again."""
+        claim = self._claims.get(key)
+        if claim is not None and claim.task_id == task_id and claim.next_task_id is not None and ttl is not None:
+            self._claims[key] = _Claim(task_id=claim.next_task_id, holder=None, claimed=now, expires=now + ttl)
+        else:
+            self._unclaim(key, task_id)
+
+    def _unclaim(self, key: str, task_id: str) -> bool:
+        claim = self._claims.get(key)
+        if claim is None or claim.task_id != task_id:
+            if claim is not None and claim.next_task_id == task_id:
+                claim.next_task_id = None
+            return False
+        del self._claims[key]
+        return True
+
+    def fenced(self, conn: Any, *, key: str, lock_id: str, fence: int) -> bool:
+        with self._changed:
+            row = self._rows.get(key)
+            return (
+                row is not None and (row.request.lock_id, row.fence) == (lock_id, fence) and row.expires > clock.now()
+            )
+
+    def complete(
+        self, conn: Any, *, run_key: str, task_id: str | None, ttl: float, fingerprint: str | None = None
+    ) -> bool:
+        with self._changed:
+            return self._complete(run_key, task_id, ttl, clock.now(), fingerprint)
+
+    def _complete(
+        self, run_key: str, task_id: str | None, ttl: float, now: float, fingerprint: str | None = None
+    ) -> bool:
+        done = self._completions.get(run_key)
+        if done is not None and done.expires > now:
+            return False
+        self._completions[run_key] = _Completion(task_id, now, now + ttl, fingerprint)
+        return True
+
+    def forget(self) -> None:
+        """After a fork: the parent's locks are not this process's."""
+        self._reset()
+
+    def close(self) -> None:
+        """Nothing to close."""

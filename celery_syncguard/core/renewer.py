@@ -1,0 +1,307 @@
+"""Keeps leases alive: one thread for renewing, one for watching deadlines, however many leases.
+
+Renewing talks to the store and may hang there. So the deadlines are watched by a second thread that does no I/O: a lease
+whose renewal hangs is reported lost the moment its deadline passes, not when the network gives up.
+
+  * A lease is due every ttl/3 (with jitter); everything due in the next moment goes into one statement.
+  * Three answers. *Renewed* moves the deadline, counted from the instant before the request was sent. *Lost* ends the
+    lease. *Unknown* (no answer, row busy) is tried again soon, until the deadline, and never moves it.
+  * Leases are held by weak reference: one that its owner dropped without a release is not kept alive for ever.
+  * Threads start with the first lease that lives long enough to need them, and sleep while there is none.
+
+A release that the database did not answer is handed to `release_later`, and repeated until it is answered. One that only
+frees a key is dropped when the lease has expired; one that says that work is done or ends a claim is repeated as long as the
+process lives, and what has not been written by then is told (`flush`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+from celery_syncguard.core import clock
+from celery_syncguard.core.events import logger
+from celery_syncguard.core.lease import Lease
+from celery_syncguard.core.loop import Loop
+from celery_syncguard.core.store import LockStore, Release, Renewal
+from celery_syncguard.errors import StoreUnavailable, SyncGuardError
+
+__all__ = ["Renewer"]
+
+_EXPIRED = "its deadline passed without a renewal"
+
+#: Seconds without a lease after which the threads sleep until the next one.
+MAX_IDLE = 60.0
+
+#: Releases that wait for the database. While it is away no lease is granted, so there are no more than there were leases
+#: when it went; the bound is for what nobody foresees, and what comes beyond it is told as lost.
+MAX_LATE = 10_000
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Late:
+    release: Release
+    until: float
+    told: bool = False
+
+    def tell(self) -> None:
+        """Say what it means that this was not written."""
+        if self.told:
+            return
+        self.told = True
+        release = self.release
+        if release.run_key is not None:
+            logger.error(
+                "task %s is done but that could not be written (%r): if it is delivered again, it runs again",
+                release.task_id,
+                release.run_key,
+            )
+        if release.claim_key is not None:
+            logger.error(
+                "could not end the claim %r of task %s: the same work counts as queued until dedup_ttl is over",
+                release.claim_key,
+                release.task_id,
+            )
+        logger.warning("could not release %r: it is free when its ttl is over", release.key)
+
+
+class _Entry:
+    __slots__ = ("due_at", "failures", "lease")
+
+    def __init__(self, lease: Lease, due_at: float) -> None:
+        self.lease = weakref.ref(lease)
+        self.due_at = due_at
+        self.failures = 0
+
+
+class Renewer:
+    """Renews the leases of one process.
+
+    Arguments:
+        store: where they live.
+        idle: called now and then; closes what is idle, and answers in how many seconds to be called again, or None.
+    """
+
+    def __init__(self, store: LockStore, *, idle: Callable[[], float | None] = lambda: None) -> None:
+        self._store = store
+        self._idle = idle
+        self.forget()
+
+    def forget(self) -> None:
+        """After a fork (and at the start): this process has no leases and no threads."""
+        self._mutex = threading.Lock()
+        self._entries: dict[str, _Entry] = {}
+        self._late: deque[_Late] = deque()
+        self._loop = Loop("syncguard-renewer", self._renew_due)
+        self._watch = Loop("syncguard-watchdog", self._report_lost)
+        # Apart from the renewals: a release may have to queue for a connection, or wait for a row.
+        self._releasing = threading.Lock()
+        self._releaser = Loop("syncguard-releaser", self._release_late)
+        self._busy_at = 0.0
+        # When each loop looks again by itself. Written and compared under the mutex, so that a lease which comes while
+        # a loop is about to sleep is either seen by it or wakes it.
+        self._renews_at = -math.inf
+        self._watches_at = -math.inf
+
+    def add(self, lease: Lease) -> None:
+        """Keep `lease` alive until it is removed, lost, or dropped."""
+        now = clock.now()
+        due_at = now + lease.ttl / 3 * random.uniform(0.8, 1.0)
+        with self._mutex:
+            self._entries[lease.lock_id] = _Entry(lease, due_at)
+            self._busy_at = now
+            wake_renewer = due_at < self._renews_at
+            wake_watchdog = lease.deadline < self._watches_at
+        # Both are looked at: the start of the second may have failed.
+        if not (self._loop.running and self._watch.running):
+            self._loop.start()
+            self._watch.start()
+        # A busy process looks once a second anyway. Most leases are due later than that and end before, so they wake
+        # nobody.
+        if wake_renewer:
+            self._loop.wake()
+        if wake_watchdog:
+            self._watch.wake()
+
+    def remove(self, lease: Lease) -> None:
+        with self._mutex:
+            self._entries.pop(lease.lock_id, None)
+
+    def renew_now(self, lease: Lease) -> bool:
+        """Renew one lease in the calling thread. False: lost.
+
+        Raises:
+            StoreUnavailable: no answer, or its row is busy.
+        """
+        sent_at = clock.now()
+        answer = self._store.renew([Renewal(key=lease.key, lock_id=lease.lock_id, ttl=lease.ttl)])
+        if lease.lock_id not in answer:
+            lease.lose("its row is gone: it was taken over, or released by hand")
+            return False
+        if answer[lease.lock_id] is None:
+            raise StoreUnavailable(f"the lock row of {lease.key!r} is locked by another transaction")
+        if not lease.extend(sent_at):
+            lease.lose(_EXPIRED)
+            return False
+        return True
+
+    def release_later(self, release: Release, *, until: float) -> None:
+        """Repeat this release until it is answered, or until the local instant `until`."""
+        if self.abandon(release, until=until):
+            self._releaser.start()
+            self._releaser.wake()
+
+    def abandon(self, release: Release, *, until: float) -> bool:
+        """As `release_later`, within a second or so. Takes no lock, as a destructor calls it, which runs anywhere."""
+        late = _Late(release, until)
+        if len(self._late) >= MAX_LATE:
+            late.tell()
+            return False
+        # Before those that were tried and failed: each of them may only be waiting for a row that is in use.
+        self._late.appendleft(late)
+        return True
+
+    def flush(self) -> None:
+        """One attempt at what is to be released later, in the calling thread: the process ends. Tells what is left."""
+        self._release_late()
+        for late in list(self._late):
+            late.tell()
+
+    def stop(self, *, wait: bool = True) -> None:
+        for loop in (self._loop, self._watch, self._releaser):
+            loop.stop(wait=wait)
+
+    @property
+    def count(self) -> int:
+        """How many leases are being kept."""
+        return len(self._entries)
+
+    # The renewing thread
+
+    def _renew_due(self) -> float | None:
+        now = clock.now()
+        due: list[tuple[_Entry, Lease]] = []
+        any_due = False
+        overdue: list[Lease] = []
+        with self._mutex:
+            for lock_id, entry in list(self._entries.items()):
+                lease = entry.lease()
+                if lease is None or lease.released or lease.lost_reason is not None:
+                    del self._entries[lock_id]
+                    continue
+                if lease.deadline <= now:
+                    overdue.append(lease)
+                    continue
+                if entry.due_at <= now + lease.ttl / 12:
+                    due.append((entry, lease))
+                    any_due = any_due or entry.due_at <= now
+            # When one is due, what is due soon goes along, so that leases which came at odd moments end up in one
+            # statement. Until then nothing is: a loop that merely looks must not split them again.
+            due = due if any_due else []
+            for entry, lease in due:
+                # Re-scheduled before the work: whatever happens in it, there is a next time.
+                entry.due_at = now + lease.ttl / 3 * random.uniform(0.8, 1.0)
+        for lease in overdue:
+            lease.lose(_EXPIRED)
+        if due:
+            self._renew(due)
+        return self._next_wait()
+
+    def _renew(self, due: list[tuple[_Entry, Lease]]) -> None:
+        sent_at = clock.now()
+        try:
+            answer = self._store.renew([Renewal(key=one.key, lock_id=one.lock_id, ttl=one.ttl) for _, one in due])
+        except SyncGuardError as exc:
+            shortest = min(lease.remaining for _, lease in due)
+            logger.warning(
+                "could not renew %d lease(s), trying again for %.1f s more: %s", len(due), max(0.0, shortest), exc
+            )
+            for entry, _ in due:
+                self._try_again(entry)
+            return
+        for entry, lease in due:
+            if lease.lock_id not in answer:
+                lease.lose("its row is gone: it was taken over, or released by hand")
+            elif answer[lease.lock_id] is None:
+                self._try_again(entry)
+            else:
+                entry.failures = 0
+                lease.extend(sent_at)
+
+    def _try_again(self, entry: _Entry) -> None:
+        lease = entry.lease()
+        if lease is None:
+            return
+        entry.failures = min(entry.failures + 1, 8)
+        pause = random.uniform(0.5, 1.0) * min(lease.ttl / 10, 0.05 * 2**entry.failures, 2.0)
+        entry.due_at = clock.now() + pause
+
+    def _next_wait(self) -> float | None:
+        now = clock.now()
+        with self._mutex:
+            waits = [entry.due_at - now for entry in self._entries.values()]
+            wait = self._pause(waits, now)
+            self._renews_at = math.inf if wait is None else now + wait
+        if self._late and not self._releasing.locked():
+            self._releaser.start()
+            self._releaser.wake()
+        if wait is None or not waits:
+            idle = self._idle()
+            if wait is None and idle is not None:
+                wait = idle
+        return wait
+
+    def _pause(self, waits: list[float], now: float) -> float | None:
+        """How long a loop may sleep: to the nearest of `waits`; for ever once the process has been idle for long."""
+        if not waits:
+            return 1.0 if now - self._busy_at < MAX_IDLE else None
+        return min(1.0, max(0.001, min(waits)))
+
+    # The releasing thread
+
+    def _release_late(self) -> float | None:
+        # One after the other: a process that flushes before it ends must not cut off what its thread has begun.
+        with self._releasing:
+            for _ in range(len(self._late)):
+                try:
+                    late = self._late.popleft()
+                except IndexError:
+                    break
+                if clock.now() >= late.until:
+                    continue
+                try:
+                    self._store.release(late.release)
+                except SyncGuardError:
+                    self._late.append(late)
+                    return 0.5  # one attempt that hangs is enough for now
+                except BaseException:
+                    # A signal's handler has raised.
+                    self._late.appendleft(late)
+                    raise
+        return 0.0 if self._late else None
+
+    # The watching thread
+
+    def _report_lost(self) -> float | None:
+        now = clock.now()
+        overdue: list[Lease] = []
+        waits: list[float] = []
+        with self._mutex:
+            for entry in self._entries.values():
+                lease = entry.lease()
+                if lease is None or lease.released or lease.lost_reason is not None:
+                    continue
+                if lease.deadline <= now:
+                    overdue.append(lease)
+                else:
+                    waits.append(lease.deadline - now)
+            wait = self._pause(waits, now)
+            self._watches_at = math.inf if wait is None else now + wait
+        for lease in overdue:
+            lease.lose(_EXPIRED)
+        return wait

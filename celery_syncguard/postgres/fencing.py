@@ -1,0 +1,75 @@
+"""Exact fencing: tie a caller's transaction to a lease, and write a completion in it.
+
+The row of the lease is locked `FOR KEY SHARE` until the transaction ends. A takeover changes lock_id, which has a unique
+index, so it needs a stronger lock and finds the row taken; a renewal changes only expires_at_ms and passes. Hence a
+transaction that was proved here commits while its lease is still the only one.
+
+Two forms: `prove` inside a transaction that the caller has open, and `fenced_transaction`, which opens one. One name for
+both would have to guess, in autocommit, whether its answer is about to be used as a context manager, and a wrong guess
+would leave writes unfenced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from celery_syncguard.core.lease import Lease
+from celery_syncguard.postgres.caller import caller
+
+__all__ = ["complete", "fenced_transaction", "prove"]
+
+
+class FencingStore(Protocol):
+    """The part of a store that speaks inside a caller's transaction."""
+
+    def fenced(self, conn: Any, *, key: str, lock_id: str, fence: int) -> bool: ...
+    def complete(self, conn: Any, *, run_key: str, task_id: str | None, ttl: float) -> bool: ...
+
+
+def prove(store: FencingStore, lease: Lease, conn: Any) -> None:
+    """In the transaction open on `conn`: return if the lease is held, and keep it from being taken until the end.
+
+    Raises:
+        LeaseLost: it is not; the transaction must be rolled back.
+        LeaseNotVisible: it is, but in another database or schema, or its grant is newer than the snapshot.
+        NotInTransaction: there is no transaction.
+        InSavepoint: there is a savepoint, and nothing was proved before it. It must be rolled back.
+    """
+    caller(conn).require_transaction("lease.fenced()")
+    if not store.fenced(conn, key=lease.key, lock_id=lease.lock_id, fence=int(lease.fence)):
+        lease.lose("the database says that it expired or was taken over")
+        raise lease.loss()
+
+
+@contextmanager
+def fenced_transaction(store: FencingStore, lease: Lease, conn: Any) -> Iterator[None]:
+    """A transaction on `conn` that begins with `prove`. Where one is open, prove in that, then open a savepoint.
+
+    Raises:
+        LeaseLost: the lease is not held; the block is not entered.
+        InSavepoint: as `prove`.
+        sqlalchemy.exc.InvalidRequestError: a transaction is open that an earlier statement has begun.
+    """
+    session = caller(conn)
+    nested = session.nests()
+    if nested:
+        # First: a proof goes with the savepoint in which it was made.
+        prove(store, lease, conn)
+    with session.transaction():
+        if not nested:
+            prove(store, lease, conn)
+        yield
+
+
+def complete(store: FencingStore, lease: Lease, conn: Any, *, run_key: str, task_id: str | None, ttl: float) -> bool:
+    """In the transaction open on `conn`: prove the lease, then remember `run_key` as done for `ttl` seconds.
+
+    Returns false if it was remembered already.
+
+    Raises:
+        LeaseLost, NotInTransaction, InSavepoint: as `prove`.
+    """
+    prove(store, lease, conn)
+    return store.complete(conn, run_key=run_key, task_id=task_id, ttl=ttl)

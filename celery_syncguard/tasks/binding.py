@@ -1,0 +1,172 @@
+"""Which guard belongs to which Celery application: the only module-level state of the Celery layer.
+
+A guard is made when it is first asked for, from the application's configuration, and lives as long as the application.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import weakref
+from typing import Any
+
+from celery import Celery, concurrency
+from celery.signals import worker_init, worker_process_shutdown, worker_shutdown
+
+from celery_syncguard import signals, stamps
+from celery_syncguard.core.config import Settings
+from celery_syncguard.core.events import logger
+from celery_syncguard.core.process import forget_in_children
+from celery_syncguard.guard import SyncGuard
+from celery_syncguard.tasks.confirmer import Confirmer
+
+__all__ = ["Binding", "attach", "binding_for", "guard_for", "settings_for"]
+
+
+class Binding:
+    """What one application has of ours."""
+
+    def __init__(self, app: Celery) -> None:
+        self._app = weakref.ref(app)
+        self._settings: Settings | None = None
+        self._guard: SyncGuard | None = None
+        self._confirmer: Confirmer | None = None
+        self.forget()
+        forget_in_children(self)
+
+    def forget(self) -> None:
+        """After a fork (and at the start): a thread of the parent may have been in it."""
+        self._mutex = threading.RLock()
+
+    @property
+    def settings(self) -> Settings:
+        if self._settings is None:
+            app = self._app()
+            assert app is not None  # whoever asks has it
+            self._settings = Settings.from_mapping(app.conf, namespace=app.namespace)
+        return self._settings
+
+    @property
+    def guard(self) -> SyncGuard:
+        if self._guard is None:
+            with self._mutex:
+                if self._guard is None:
+                    guard = SyncGuard(settings=self.settings)
+                    guard.events.subscribe(
+                        "lease_lost", lambda lease: signals.lease_lost.send(sender=guard, lease=lease)
+                    )
+                    self._guard = guard
+        return self._guard
+
+    @property
+    def confirmer(self) -> Confirmer:
+        """Confirms claims in the background."""
+        if self._confirmer is None:
+            with self._mutex:
+                if self._confirmer is None:
+                    self._confirmer = Confirmer(self.guard.store)
+        return self._confirmer
+
+    def flush(self) -> None:
+        """What waits for the database gets one more attempt: the process ends."""
+        if self._confirmer is not None:
+            self._confirmer.flush()
+        if self._guard is not None:
+            self._guard.flush()
+
+    def close(self) -> None:
+        """Flush and close; the next use starts afresh."""
+        with self._mutex:
+            guard, self._guard = self._guard, None
+            confirmer, self._confirmer = self._confirmer, None
+        if confirmer is not None:
+            confirmer.close()
+        if guard is not None:
+            guard.close()
+
+
+_bindings: weakref.WeakKeyDictionary[Celery, Binding] = weakref.WeakKeyDictionary()
+_mutex = threading.Lock()
+
+
+def binding_for(app: Celery) -> Binding:
+    """What the application has of ours; made at the first call."""
+    app = _real(app)
+    found = _bindings.get(app)
+    if found is None:
+        with _mutex:
+            found = _bindings.setdefault(app, Binding(app))
+    return found
+
+
+def _real(app: Any) -> Celery:
+    getter = getattr(app, "_get_current_object", None)
+    return getter() if getter is not None else app
+
+
+def guard_for(app: Celery) -> SyncGuard:
+    """The application's guard.
+
+    Raises:
+        ImproperlyConfigured: its `syncguard_*` settings cannot be meant, or there is no dsn.
+    """
+    return binding_for(app).guard
+
+
+def settings_for(app: Celery) -> Settings:
+    """The application's settings, checked. Raises as `guard_for`."""
+    return binding_for(app).settings
+
+
+def attach(app: Celery) -> None:
+    """Make an application ready for our tasks. May be repeated."""
+    app = _real(app)
+    if app in _bindings:
+        return
+    binding_for(app)
+    stamps.follow_setting(app)
+
+
+def attached() -> list[Binding]:
+    """Those of all applications."""
+    """Those of all applications."""
+    return list(_bindings.values())
+
+
+def _flush_all(**_: Any) -> None:
+    for binding in attached():
+        try:
+            binding.flush()
+        except Exception:  # noqa: BLE001 - the process ends: nothing may keep the others from being flushed
+            logger.exception("claims could not be confirmed at exit; they end within seconds")
+
+
+@worker_init.connect(weak=False)  # type: ignore[untyped-decorator]
+def _check_worker(sender: Any = None, **_: Any) -> None:
+    from celery_syncguard.tasks import worker
+
+    if sender.app in _bindings:
+        _check_pool(sender.pool_cls)
+        worker.start(sender, binding_for(sender.app))
+
+
+def _check_pool(pool: Any) -> None:
+    if concurrency.get_implementation(pool).__module__.partition(".")[0] == "celery_aio_pool":
+        sys.stderr.write(
+            "celery-syncguard: celery-aio-pool calls bodies in other threads than Celery's tracer, where nothing could be locked: "
+            "start this worker with another pool, and let bodies call asyncio.run(...)\n"
+        )
+        raise SystemExit(78)  # EX_CONFIG
+
+
+@worker_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
+def _stop_worker(**_: Any) -> None:
+    from celery_syncguard.tasks import worker
+
+    worker.stop()
+    _flush_all()
+
+
+worker_process_shutdown.connect(_flush_all, weak=False)
+atexit.register(_flush_all)

@@ -1,0 +1,286 @@
+"""Publishing: keys are computed, and a second copy of the same work is not queued.
+
+    claim (short life) -> publish -> the broker has it (`receipts`) -> confirm (whole life)
+
+The claim is made on a connection of our own, so a duplicate never aborts the caller's transaction, and is ended again when
+publishing raises. Whoever gets the claim publishes; everybody else gets the id of the task that has it.
+
+What if somebody waits for the duplicate itself, under its own id? That depends on what is still to be sent:
+
+  * a head with a continuation (chain, link): refused with `DuplicateTask` before anything is sent, as its tail would be lost
+    (sent by a beat: logged, as it has nobody who would catch that);
+  * a member of a group: not sent; its own result says SKIPPED and by whom, so that the group's result comes to an end;
+  * a member of a chord, or what a worker sends for a task that has begun (a retry, a callback, the next step of a chain, the
+    body of a chord): sent without a claim, with a warning, as an exception there would break what has been done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from celery import current_task
+from celery.utils import uuid
+
+from celery_syncguard import signals
+from celery_syncguard.core.events import logger
+from celery_syncguard.core.key import new_lock_id, task_key
+from celery_syncguard.core.process import default_holder
+from celery_syncguard.core.store import Claim
+from celery_syncguard.errors import DuplicateTask, SyncGuardError
+from celery_syncguard.skipped import SKIPPED, Skipped, marker_for
+from celery_syncguard.tasks import binding
+from celery_syncguard.tasks.confirmer import UNCONFIRMED_TTL
+from celery_syncguard.tasks.message import HEADER, differ, header_of, without_way
+from celery_syncguard.tasks.options import TaskOptions
+from celery_syncguard.tasks.receipts import ask_for_receipts
+from celery_syncguard.tasks.run import RUN, life, seconds_until
+
+__all__ = ["begun", "follows", "publish", "send_task"]
+
+_DEFAULTS = TaskOptions()
+
+
+def publish(
+    app: Any,
+    name: str,
+    options: TaskOptions,
+    *,
+    header: dict[str, Any],
+    call: dict[str, Any],
+    send: Callable[..., Any],
+    task: Any = None,
+) -> Any:
+    """Send one message, claimed first if its header has a claim.
+
+    Arguments:
+        header: our header, keys included; put into `call["headers"]`.
+        call: the keyword arguments for `send`, with `task_id` and `headers` among them or not.
+        send: publishes and answers with an AsyncResult.
+
+    Returns:
+        The AsyncResult, of the new or of the existing task, with `.duplicate` and `.holder`.
+
+    Raises:
+        DuplicateTask: the work is queued or running, and the caller wants an error or the message has a continuation.
+        StoreUnavailable: the claim could not be asked for; nothing was sent.
+    """
+    again = "retries" in call  # only what is published again says which attempt it is
+    if not again:
+        _begin_call(header, call)
+    call["headers"] = {**without_way(call.get("headers"), again=again), HEADER: header}
+    key = header.get("claim")
+    if key is None:
+        return send(**call)
+    ask_for_receipts(app)
+    store = binding.guard_for(app).store
+    task_id = call["task_id"] = call.get("task_id") or uuid()
+    holder = f"{name}[{task_id}] {default_holder()}"
+    # What was due long ago is work like any other, and its claim is no shorter.
+    due = max(0.0, seconds_until(app, call.get("eta"), call.get("countdown")) or 0.0)
+    expires = call.get("expires")
+    ttl = life(app, getattr(task, "expires", None) if expires is None else expires, due + options.dedup_ttl)
+    if header.get("claimed"):
+        # It comes again under the claim that it has, which lives as long as its message waits. (What comes back for a
+        # held lock is renewed by its next delivery, unless that is far away.)
+        if options.dedup_until != "ttl" and (due > options.dedup_ttl / 2 or _is_next_attempt(call)):
+            again = options.dedup_until == "start"
+            _quietly(lambda: store.claim(key, task_id=task_id, ttl=ttl, holder=holder, again=again))
+        return send(**call)
+    try:
+        claim = store.claim(
+            key, task_id=task_id, ttl=min(UNCONFIRMED_TTL, ttl), holder=holder, fingerprint=header.get("print")
+        )
+    except SyncGuardError as exc:
+        if not begun(call):
+            raise
+        logger.warning("%s[%s] is sent without its claim: %s", name, task_id, exc)
+        return _sent_unclaimed(header, call, send)
+    if not claim.ours:
+        binding.guard_for(app).counts["duplicate"] += 1
+        signals.task_duplicate.send(sender=task if task is not None else name, claim=claim)
+        return _duplicate(app, name, options, claim, header=header, call=call, send=send)
+    header["claimed"] = True
+    try:
+        result = send(**call)
+    except BaseException:
+        _quietly(lambda: store.unclaim(key, task_id=task_id))
+        raise
+    _confirm(app, key, task_id=task_id, ttl=ttl)
+    request = current_task.request if current_task else None
+    if request is not None and request.id == task_id and RUN in request.__dict__:
+        # A body put this in its own place (`self.replace`), under its id and so under its claim.
+        request.__dict__[RUN].claim_passed_on = key
+    return _marked(result, duplicate=False, holder=None)
+
+
+def _confirm(app: Any, key: str, *, task_id: str, ttl: float) -> None:
+    """Before the caller goes on: it may freeze, or end, as soon as it has its answer."""
+    try:
+        binding.guard_for(app).store.confirm([(key, task_id, ttl)])
+    except BaseException as exc:
+        binding.binding_for(app).confirmer.confirm(key, task_id=task_id, ttl=ttl)
+        if not isinstance(exc, SyncGuardError):
+            raise
+        logger.warning("a claim could not be confirmed, trying again in the background: %s", exc)
+
+
+def _is_next_attempt(call: Mapping[str, Any]) -> bool:
+    """Whether the running attempt publishes the next one, not the same again because it could not run."""
+    request = current_task.request if current_task else None
+    return request is not None and request.id == call.get("task_id") and request.retries != call.get("retries")
+
+
+def _begin_call(header: dict[str, Any], call: Mapping[str, Any]) -> None:
+    """A new publish is new work, also under an old task id. Not so what replaces a body, which goes on in its place; nor
+    beat's second send of one slot. Without an entry, the task id says which call it is.
+    """
+    header.pop("call", None)
+    request = current_task.request if current_task else None
+    if "replaced_task_nesting" in call and request is not None and request.id == call.get("task_id"):
+        before = header_of(request.headers).get("call")
+        if before is not None:
+            header["call"] = before
+    elif "syncguard_due_at" not in (call.get("headers") or {}):
+        header["call"] = new_lock_id()
+
+
+def _duplicate(
+    app: Any,
+    name: str,
+    options: TaskOptions,
+    claim: Claim,
+    *,
+    header: dict[str, Any],
+    call: dict[str, Any],
+    send: Callable[..., Any],
+) -> Any:
+    """The existing task's result, unless the message has to be sent all the same."""
+    if differ(claim.fingerprint, header.get("print")):
+        logger.warning("%s: task %s has claimed %r with other arguments than these", name, claim.task_id, claim.key)
+    error = DuplicateTask(
+        f"{name} is a duplicate: {claim.key!r} was claimed {claim.age:.1f} s ago by task {claim.task_id}",
+        task_id=claim.task_id,
+        key=claim.key,
+        holder=claim.holder,
+        age=claim.age,
+    )
+    continued = bool(call.get("chain") or call.get("link"))
+    group, chord = _waiting(call)
+    if begun(call) or chord or (group and continued):
+        logger.warning("%s; it is sent nevertheless, because others wait for its end", error)
+        return _sent_unclaimed(header, call, send)
+    if group:
+        logger.info("%s; as a member of a group it ends as SKIPPED", error)
+        skipped = Skipped(key=claim.key, holder=claim.holder, task_id=claim.task_id, since=round(claim.age, 3))
+        app.backend.store_result(call["task_id"], marker_for(app.backend, skipped), SKIPPED)
+    elif (continued or options.dedup_on_duplicate == "raise") and not call["headers"].get("celery_beat_task"):
+        # A beat has nobody who would catch it: that a slot's work is under way already is an everyday outcome there.
+        raise error
+    else:
+        logger.info("%s", error)
+    result_cls = call.get("result_cls") or app.AsyncResult
+    return _marked(result_cls(claim.task_id), duplicate=True, holder=claim.holder)
+
+
+def _sent_unclaimed(header: dict[str, Any], call: dict[str, Any], send: Callable[..., Any]) -> Any:
+    header.pop("claim")
+    return _marked(send(**call), duplicate=False, holder=None)
+
+
+def _waiting(call: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether a group, and whether a chord, counts on the end of this message or of the chain that it begins."""
+    chain = call.get("chain")
+    last = (chain[0].get("options") or {}) if chain else {}
+    return (
+        bool(call.get("group_id") or last.get("group_id")),
+        call.get("chord") is not None or last.get("chord") is not None,
+    )
+
+
+def begun(call: Mapping[str, Any]) -> bool:
+    """Whether a worker sends this on behalf of a task that has begun, not the body of that task because it wants to."""
+    if follows(call) or "retries" in call:
+        return True
+    request = current_task.request if current_task else None
+    if request is None or request.called_directly:
+        return False
+    return current_task.name == "celery.chord_unlock" or request.id in (call.get("task_id"), call.get("parent_id"))
+
+
+def follows(call: Mapping[str, Any]) -> bool:
+    """Whether Celery itself sends this because a task has ended: a callback, an errback, the next step of a chain, the body of
+    a chord. Its parent's or root's id is given then. What a body sends gets those later.
+    """
+    request = current_task.request if current_task else None
+    if request is None:
+        # The main process of a worker, for a task whose process died. Others do not have to import what a worker needs.
+        # Its own next attempt (Celery 5.7's `retry_on_worker_lost`) is none of these: Celery sees to what it raises.
+        if call.get("parent_id") is None or "retries" in call:
+            return False
+        from celery_syncguard.tasks.worker import is_worker
+
+        return is_worker()
+    if request.called_directly or RUN in request.__dict__ or call.get("task_id") == request.id:
+        return False
+    body = ((request.chord or {}).get("options") or {}).get("task_id")
+    return bool(
+        call.get("parent_id") == request.id
+        or call.get("root_id", ...) == (request.root_id or request.id)
+        or (body is not None and call.get("task_id") == body)
+    )
+
+
+def _quietly(work: Callable[[], object]) -> None:
+    """Without it a claim ends too early or some seconds too late, which must not hide what the caller has to know."""
+    try:
+        work()
+    except SyncGuardError as exc:
+        logger.warning("a claim could not be settled: %s", exc)
+
+
+def _marked(result: Any, *, duplicate: bool, holder: str | None) -> Any:
+    if hasattr(result, "id"):
+        result.duplicate = duplicate
+        result.holder = holder
+    return result
+
+
+def send_task(
+    app: Any,
+    name: str,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    lock_key: str | None = None,
+    dedup_key: str | None = None,
+    run_once: str | None = None,
+    dedup_ttl: float = _DEFAULTS.dedup_ttl,
+    dedup_on_duplicate: str = _DEFAULTS.dedup_on_duplicate,
+    **options: Any,
+) -> Any:
+    """`app.send_task`, for a producer that does not have the task's code: the keys are given as they are.
+
+    Arguments:
+        lock_key, dedup_key, run_once: literal keys, not templates.
+        dedup_ttl: seconds. Others as `app.send_task`.
+
+    Returns, raises: as `publish`.
+    """
+    binding.attach(app)
+    ours = _DEFAULTS.replace({"dedup_ttl": dedup_ttl, "dedup_on_duplicate": dedup_on_duplicate})
+    # What a body hands on (`headers=self.request.headers`) is about the body's own message.
+    header: dict[str, Any] = {}
+    for entry, key, what in (
+        ("key", lock_key, "lock_key"),
+        ("claim", dedup_key, "dedup_key"),
+        ("run", run_once, "run_once"),
+    ):
+        if key is not None:
+            header[entry] = task_key(key, what=what)
+            header["given"] = [*header.get("given", ()), entry]
+
+    def send(**call: Any) -> Any:
+        return app.send_task(name, args, kwargs, **call)
+
+    return publish(app, name, ours, header=header, call=options, send=send)

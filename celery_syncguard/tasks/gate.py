@@ -1,0 +1,173 @@
+"""The gate between Celery and a body: the one call that Celery's tracer makes runs under the lock, every other is plain.
+
+Celery's tracer calls the task itself, and not its `run`, if the task's class has a `__call__` of its own, as LockedTask has.
+So the gate lies around `__call__` of the task's own class, whoever defined that, and covers whatever is called in it: `run`
+wherever it was inherited from, a `run` that was set later, on the class or on the task, or a body in `__call__` itself.
+
+Nothing in a call tells the tracer's from `self("probe")` in a hook. But directly before it the tracer calls `before_start`,
+around which lies the other half of the gate. Its end opens the gate for one call:
+
+    closed ──before_start ends──> open ──Celery calls the task──> passed ──the call ends──> over
+
+Not here: what is done under the lock (`run`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from types import FrameType
+from typing import Any
+
+from celery import current_task
+from celery.app.task import Context
+
+from celery_syncguard.core.events import logger
+from celery_syncguard.errors import ImproperlyConfigured, SyncGuardError
+from celery_syncguard.tasks.run import Run
+
+__all__ = ["AUTORETRY", "call_chain", "install", "was_passed"]
+
+#: Where a task keeps Celery's autoretry, which lies around the gate.
+AUTORETRY = "_syncguard_autoretry"
+
+#: Where a request keeps the state of the gate.
+_GATE = "_syncguard_gate"
+_CLOSED, _OPEN, _PASSED, _OVER = "closed", "open", "passed", "over"
+
+#: Celery's tasks that call others as functions.
+_MAPS = ("celery.map", "celery.starmap")
+
+#: Set on our own wrappers, with themselves as the value: `functools.wraps` copies it to those that others put around them.
+_OURS = "_syncguard_wrapper"
+
+
+def install(task: type) -> None:
+    """Put the gate around what the class has as `__call__` and `before_start` now. May be repeated."""
+    for name, wrap in (("__call__", _around_call), ("before_start", _around_before_start)):
+        found = inspect.getattr_static(task, name)
+        if getattr(found, _OURS, None) is not found:
+            wrapper = wrap(found)
+            setattr(wrapper, _OURS, wrapper)
+            setattr(task, name, wrapper)
+
+
+def call_chain(chain: Any) -> Any:
+    """What Celery's autoretry calls instead of `run`: it gets the call of the gate as its only argument."""
+    return chain()
+
+
+def was_passed(request: Any) -> bool:
+    """Whether the gate has let the body of this delivery run, or has refused it."""
+    return bool(request.__dict__.get(_GATE) == _OVER)
+
+
+def _around_call(found: Any) -> Any:
+    @functools.wraps(found)
+    def __call__(self: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - the name in tracebacks
+        call = found.__get__(self, type(self))
+        request = _traced(self)
+        state = _OVER if request is None else request.__dict__.get(_GATE)
+        if request is not None and (state == _OPEN or (state is None and not _is_hooked(self))):
+            return _pass(self, request, call, args, kwargs)
+        if state != _PASSED and (failed := _failed_before(args, sys._getframe(1))) is not None:  # noqa: SLF001 - CPython's
+            # A plain call takes no lock, but that of an errback is Celery's and not the user's.
+            return _run_as_errback(self, failed, args, kwargs)
+        if current_task and current_task.name in _MAPS:
+            self.refuse_plain_calls(current_task.name.partition(".")[2])
+        if request is not None and state != _PASSED:
+            # Celery's own `__call__` would take it for the tracer's.
+            request._protected = 1  # noqa: SLF001 - as Celery's `__protected_call__` has it
+        return call(*args, **kwargs)
+
+    return __call__
+
+
+def _around_before_start(found: Any) -> Any:
+    @functools.wraps(found)
+    def before_start(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        request = _traced(self)
+        # super().before_start() and other calls change nothing.
+        is_ours = request is not None and _GATE not in request.__dict__
+        if is_ours:
+            request.__dict__[_GATE] = _CLOSED
+        result = found.__get__(self, type(self))(*args, **kwargs)
+        if not hasattr(type(self).__call__, _OURS):
+            # Set on the class since it was bound.
+            install(type(self))
+        if is_ours:
+            request.__dict__[_GATE] = _OPEN
+        return result
+
+    return before_start
+
+
+def _traced(task: Any) -> Any:
+    """The request that Celery's tracer runs in this thread, if it is on top; else None."""
+    request = task.request_stack.top if task.request_stack is not None else None
+    return None if request is None or request.called_directly else request
+
+
+def _is_hooked(task: Any) -> bool:
+    """Whether the tracer's call comes after our `before_start`. Where somebody has put another in its place, it is the
+    first call.
+    """
+    return "before_start" not in task.__dict__ and hasattr(type(task).before_start, _OURS)
+
+
+def _pass(task: Any, request: Any, call: Any, args: Any, kwargs: Any) -> Any:
+    """Run the body under its lock, inside Celery's autoretry, which then sees the lock released."""
+
+    def body() -> Any:
+        result = call(*args, **kwargs)
+        if inspect.iscoroutine(result) or inspect.isasyncgen(result):
+            if inspect.iscoroutine(result):
+                result.close()
+            raise ImproperlyConfigured(
+                f"{task.name} returned a {type(result).__name__}, which would run without its lock: make the body an ordinary "
+                f"function that calls asyncio.run(...)"
+            )
+        return result
+
+    def chain() -> Any:
+        return Run.of(task, request, args, kwargs).execute(body)
+
+    request.__dict__[_GATE] = _PASSED
+    request._protected = 0  # noqa: SLF001 - a plain call in before_start may have set it
+    try:
+        autoretry = task.__dict__.get(AUTORETRY)
+        return chain() if autoretry is None else autoretry(chain)
+    finally:
+        request.__dict__[_GATE] = _OVER
+
+
+def _failed_before(args: tuple[Any, ...], caller: FrameType | None) -> Any:
+    """The request of the task that failed, if this is Celery's call of an errback; else None."""
+    if len(args) >= 3 and isinstance(args[0], Context) and isinstance(args[1], BaseException):
+        return args[0]  # (request, exc, traceback)
+    # An immutable one gets its own arguments only.
+    while caller is not None and caller.f_globals.get("__name__") in ("celery.local", "celery.canvas"):
+        caller = caller.f_back
+    if caller is None or caller.f_code.co_name != "_call_task_errbacks":
+        return None
+    return caller.f_locals.get("request")
+
+
+def _run_as_errback(task: Any, failed: Any, args: Any, kwargs: Any) -> Any:
+    """What runs when a task is somebody's `link_error` and takes (request, exc, traceback), or is immutable and takes more than
+    one argument: Celery then calls it as a function, where the other task failed. It takes its lock as an eager call does; the main process of a worker, which
+    fails a task whose process died, does not wait for it. That it could not run is logged: an exception would be the
+    other task's, and Celery before 5.7 does not expect one.
+    """
+    options = task.plan().options
+    overrides: dict[str, Any] = {}
+    if options.dedup_key:
+        # Nothing is queued, and these arguments cannot be compared.
+        overrides["dedup_key"] = None
+    if options.lock_on_held == "retry" and task.app.current_worker_task is None:
+        overrides["lock_on_held"] = "raise"
+    try:
+        return task.apply(args, kwargs, throw=True, **overrides).result
+    except SyncGuardError as exc:
+        logger.error("the errback %s of %s[%s] was not run: %s", task.name, failed.task, failed.id, exc)

@@ -1,0 +1,144 @@
+"""What the options of a task come to: its keys for given arguments.
+
+Made once per task class, so that a publish parses no template and inspects no signature.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from celery_syncguard.core.config import DEFAULT_TTL
+from celery_syncguard.core.key import task_key
+from celery_syncguard.errors import ImproperlyConfigured, InvalidKey
+from celery_syncguard.tasks.body import signature_of
+from celery_syncguard.tasks.message import carried_options
+from celery_syncguard.tasks.options import (
+    Parameters,
+    TaskOptions,
+    Template,
+    arguments_key,
+    as_sent,
+    fingerprint,
+    portable,
+)
+
+__all__ = ["Plan"]
+
+#: Options that are keys, and where the header has them.
+_ENTRIES = {"lock_key": "key", "dedup_key": "claim", "run_once": "run"}
+
+
+class Plan:
+    """The options of one task class, with its templates parsed."""
+
+    __slots__ = ("_entries", "_parameters", "_templates", "body", "options")
+
+    def __init__(self, options: TaskOptions, signature: inspect.Signature, body: Any) -> None:
+        self.options = options
+        #: What `run` was.
+        self.body = body
+        self._parameters = Parameters(signature)
+        self._entries = self._entries_of(options)
+        self._templates = {
+            name: Template(value, self._parameters, what=name)
+            for name in _ENTRIES
+            if isinstance(value := getattr(options, name), str)
+        }
+
+    @classmethod
+    def of_class(cls, task: type, *, lock_ttl: float | None, own: Any = None) -> Plan:
+        """`own` is as `signature_of` has it.
+
+        Raises:
+            ImproperlyConfigured: an option that cannot be meant, or a template that does not fit the signature.
+        """
+        options = TaskOptions.of_class(task, lock_ttl=DEFAULT_TTL if lock_ttl is None else lock_ttl)
+        return cls(options, signature_of(task, own), getattr(task, "run", None) if own is None else own)
+
+    def complete(
+        self,
+        task: Any,
+        header: dict[str, Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        overrides: Mapping[str, Any],
+        *,
+        serializer: str | None = None,
+    ) -> TaskOptions:
+        """Put the keys that the header lacks, and the overrides, into it; the options for this call.
+
+        Raises:
+            InvalidKey, ImproperlyConfigured: a key that cannot be made, an option that cannot be meant.
+            TypeError: the arguments do not fit the task.
+        """
+        options = self.options
+        if overrides or "options" in header:
+            carried = {**carried_options(header), **overrides}
+            options = options.replace(carried)
+            # A key is computed once, here: what it is made from goes no further.
+            rest = {
+                name: value
+                for name, value in portable(carried).items()
+                if not (name in _ENTRIES and isinstance(value, str))
+            }
+            header.pop("options", None)
+            if rest:
+                header["options"] = rest
+        dumped: tuple[Sequence[Any], Mapping[str, Any]] | None = None
+        for name, entry, source in self._entries if options is self.options else self._entries_of(options):
+            if entry in header and name not in overrides:
+                continue
+            if dumped is None:
+                dump = getattr(task, "_dump_pydantic_arguments", None)
+                serializer = serializer or task.serializer or task.app.conf.task_serializer
+                plain_args, plain_kwargs = dump(args, kwargs) if dump is not None else (args, kwargs)
+                dumped = as_sent(plain_args, plain_kwargs, serializer)
+            header[entry] = self._key(task, name, source, *dumped, serializer=serializer)
+            if entry != "key" and source is not True:
+                header["print"] = self._fingerprint(*dumped)
+            if name in overrides:
+                header["given"] = [*header.get("given", ()), entry]
+        if "lock_max_deaths" in overrides and not (header.get("key") or header.get("run") or options.run_once):
+            raise ImproperlyConfigured("apply_async: lock_max_deaths needs a task with a lock_key or run_once")
+        return options
+
+    @staticmethod
+    def _entries_of(options: TaskOptions) -> list[tuple[str, str, Any]]:
+        """Option, header's entry and source of each key that is made from the arguments."""
+        entries = [(name, entry, getattr(options, name)) for name, entry in _ENTRIES.items()]
+        # run_once=True goes by the task's id.
+        return [one for one in entries if one[2] and not (one[0] == "run_once" and one[2] is True)]
+
+    def _fingerprint(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+        try:
+            return fingerprint(self._parameters.bind(args, kwargs))
+        except TypeError:
+            return None  # that they do not fit is for others to say
+
+    def _key(
+        self,
+        task: Any,
+        name: str,
+        source: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        serializer: str | None,
+    ) -> str:
+        if source is True:
+            assert serializer is not None  # `complete` has found it
+            return arguments_key(task.name, serializer, self._parameters.bind(args, kwargs))
+        if isinstance(source, str):
+            template = self._templates.get(name)
+            if template is None or getattr(self.options, name) != source:
+                template = Template(source, self._parameters, what=name)
+            return template.render(args, kwargs)
+        try:
+            key = source(task, args, kwargs)
+        except Exception as exc:
+            raise InvalidKey(f"{task.name}: the {name} callable raised {exc!r}") from exc
+        if not isinstance(key, str):
+            raise InvalidKey(f"{task.name}: the {name} callable answered with {type(key).__name__}, not with text")
+        return task_key(key, what=name)

@@ -1,0 +1,409 @@
+"""LockedTask: a Celery task that takes a lock before its body runs.
+
+Publishing computes the keys (`dedup.publish`); running is `run.Run`. `gate` is where Celery's call of the task becomes a
+locked one, whatever a subclass overrides, with or without `super()`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from celery import Task, current_task
+from celery.app.task import Context
+from celery.exceptions import SoftTimeLimitExceeded
+from celery.result import EagerResult
+from celery.signals import task_postrun
+from celery.states import SUCCESS
+from celery.utils import uuid
+from celery.utils.imports import symbol_by_name
+from kombu.exceptions import EncodeError, OperationalError
+
+from celery_syncguard.core.events import logger
+from celery_syncguard.core.key import Fence
+from celery_syncguard.core.lease import Lease
+from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, NoLease, TooManyDeaths
+from celery_syncguard.skipped import SKIPPED, wants_result
+from celery_syncguard.tasks import binding, dedup, gate
+from celery_syncguard.tasks.message import HEADER, header_of, queue_of
+from celery_syncguard.tasks.options import take_overrides
+from celery_syncguard.tasks.plan import Plan
+from celery_syncguard.tasks.receipts import is_refusal
+from celery_syncguard.tasks.run import RUN, Answered, Run, check_outer
+
+__all__ = ["LockedTask"]
+
+#: Where Celery's own `Task.__call__` is written, as it is and as its workers have it.
+_CELERYS_CALL = ("celery.app.task", "celery.app.trace")
+
+
+class LockedTask(Task):  # type: ignore[misc]
+    """A task that runs under a lock. Options are class attributes or `apply_async` arguments; see the README's table.
+
+    `self.lease` is the lease that the body runs under, `self.fence` its fence.
+    """
+
+    abstract = True
+    Request = "celery_syncguard.tasks.worker:GuardedRequest"
+
+    #: Required: a template such as "invoice:{invoice_id}", a callable (task, args, kwargs) -> str, or None for no lock.
+    lock_key: ClassVar[Any] = ...
+
+    #: Whether STARTED is stored, as `track_started` and `task_track_started` say; `run.Run` does it.
+    reports_start: ClassVar[bool] = False
+
+    #: A task that kills its process shall not come back for ever, whatever it retries.
+    dont_autoretry_for: ClassVar[tuple[type[BaseException], ...]] = (TooManyDeaths,)
+
+    _plan: ClassVar[Plan | None] = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # A class whose base was bound before it was made is never bound itself.
+        gate.install(cls)
+        new = super().__new__
+        return new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Celery's autoretry reads `run` and then sets these two, in this order. Here it goes around the gate instead.
+        if name == "_orig_run":
+            value = gate.call_chain
+        elif name == "run" and "_orig_run" in self.__dict__ and gate.AUTORETRY not in self.__dict__:
+            name = gate.AUTORETRY
+        super().__setattr__(name, value)
+
+    @classmethod
+    def bind(cls, app: Any) -> Any:
+        """Check the options as soon as the task is registered. Not in `on_bound`, which is there to be overridden."""
+        bound = super().bind(app)
+        cls._prepare(app)
+        return bound
+
+    @classmethod
+    def _prepare(cls, app: Any) -> None:
+        if cls.__dict__.get("abstract") or cls is LockedTask:
+            return
+        gate.install(cls)
+        if cls.Request is not LockedTask.Request:
+            _check_request(cls)
+        binding.attach(app)
+        cls.reports_start = cls.reports_start or bool(cls.track_started)
+        cls.track_started = False
+        cls._plan = None
+        # The default of lock_ttl is a setting, and settings may not be complete yet; all else is checked now.
+        Plan.of_class(cls, lock_ttl=None)
+
+    def plan(self) -> Plan:
+        """What the options of this task come to."""
+        cls = type(self)
+        # A base's plan is not ours.
+        found: Plan | None = cls.__dict__.get("_plan")
+        own = self.__dict__.get("run") if cls.run is Task.run else None
+        if found is None or found.body is not (own or cls.run):
+            if "_plan" not in cls.__dict__:
+                cls._prepare(self.app)
+            found = cls._plan = Plan.of_class(cls, lock_ttl=binding.settings_for(self.app).lock_ttl, own=own)
+        return found
+
+    # Publishing
+
+    def apply_async(  # noqa: PLR0917 - Celery's signature
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        task_id: str | None = None,
+        producer: Any = None,
+        link: Any = None,
+        link_error: Any = None,
+        shadow: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """As Celery's, and takes our options (`lock_key=…`, `dedup_key=…` and so on) for this call.
+
+        Returns:
+            An `AsyncResult`. With a dedup key: `.duplicate` tells whether the work was queued or running already, in which
+            case the result is the existing task's and `.holder` says who it is.
+
+        Raises:
+            ImproperlyConfigured, InvalidKey: before anything is sent.
+            DuplicateTask, StoreUnavailable: with a dedup key; see `dedup.publish`.
+
+        What Celery itself sends for a task that has ended raises nothing but for trouble with the broker: it is this task that
+        fails then, and not the one that has ended.
+        """
+        try:
+            return self._publish(args, kwargs, task_id, producer, link, link_error, shadow, **options)
+        except Exception as exc:
+            call = dict(options, task_id=task_id)
+            if _is_own_fault(exc) and dedup.follows(call) and not self.app.conf.task_always_eager:
+                return self._fail_unsent(exc, args, kwargs, link_error, call)
+            raise
+
+    def _publish(  # noqa: PLR0917 - as `apply_async`
+        self,
+        args: Any,
+        kwargs: Any,
+        task_id: str | None,
+        producer: Any,
+        link: Any,
+        link_error: Any,
+        shadow: str | None,
+        **options: Any,
+    ) -> Any:
+        overrides = take_overrides(options)
+        plan = self.plan()
+        # What a body hands on to another task (`headers=self.request.headers`) is about the body's own message.
+        header = header_of(options.get("headers")) if "retries" in options else {}
+        if options.get("serializer"):
+            header["serializer"] = options["serializer"]
+        if args is not None and not isinstance(args, (list, tuple)):
+            raise TypeError(f"task args must be a list or tuple, got {type(args).__name__}")
+        call: dict[str, Any] = dict(options, task_id=task_id)
+        try:
+            task_options = plan.complete(
+                self, header, tuple(args or ()), dict(kwargs or {}), overrides, serializer=options.get("serializer")
+            )
+        except InvalidKey:
+            if dedup.follows(call) or not dedup.begun(call):
+                raise
+            # A retry by autoretry of what could not make its key.
+            task_options = plan.options
+
+        def send(**call: Any) -> Any:
+            return Task.apply_async(
+                self, args, kwargs, producer=producer, link=link, link_error=link_error, shadow=shadow, **call
+            )
+
+        if link is not None:
+            # Only looked at by dedup; `send` has its own.
+            call["link"] = link
+            send = _without_link(send)
+        result = dedup.publish(self.app, self.name, task_options, header=header, call=call, send=send, task=self)
+        request = current_task.request if current_task else None
+        if request is not None and request.id == task_id and (run := request.__dict__.get(RUN)) is not None:
+            # The body's own next attempt, or what it put in its own place (`self.replace`).
+            run.key_passed_on = run.key_passed_on or header.get("key") == run.lock_key
+        return result
+
+    def _fail_unsent(self, exc: Exception, args: Any, kwargs: Any, link_error: Any, call: dict[str, Any]) -> Any:
+        """End this task, which could not be published after its parent, as a failure of its own, with all that waits for it."""
+        task_id = call["task_id"] or uuid()
+        # The head of a chain is given the root only.
+        before = current_task.request.id if current_task else call.get("parent_id")
+        why = str(exc) or repr(exc.__cause__ or exc)
+        logger.error("%s[%s] cannot be sent after %s, so it fails: %s", self.name, task_id, before, why)
+        request = Context(
+            id=task_id,
+            task=self.name,
+            args=args,
+            kwargs=kwargs,
+            chain=call.get("chain"),
+            chord=call.get("chord"),
+            group=call.get("group_id"),
+            group_index=call.get("group_index"),
+            errbacks=[link_error] if isinstance(link_error, dict) else link_error,
+            root_id=call.get("root_id"),
+            parent_id=call.get("parent_id"),
+            ignore_result=call.get("ignore_result"),
+            delivery_info={},
+        )
+        try:
+            self.backend.mark_as_failure(task_id, exc, request=request, store_result=wants_result(self, request))
+        except Exception:  # noqa: BLE001 - whatever a result backend raises: the parent has ended well
+            logger.exception("the failure of %s[%s] could not be stored", self.name, task_id)
+        result = (call.get("result_cls") or self.AsyncResult)(task_id)
+        if call.get("add_to_parent", True) and current_task:
+            current_task.add_trail(result)
+        result.duplicate, result.holder = False, None
+        return result
+
+    def apply(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        """Run here and now, under the lock as in a worker. Takes our options too."""
+        overrides = take_overrides(options)
+        header = header_of(options.get("headers"))
+        if "retries" not in options and current_task and header == header_of(current_task.request.headers):
+            # What a body hands on; a publish in an eager application has a `call` of its own.
+            header = {}
+        self.plan().complete(self, header, tuple(args or ()), dict(kwargs or {}), overrides)
+        options["headers"] = {**(options.get("headers") or {}), HEADER: header}
+        result = super().apply(args, kwargs, **options)
+        check_outer()
+        if isinstance(result, EagerResult) and isinstance(result.result, Answered):
+            return _answered(result)
+        return result
+
+    def map(self, it: Any) -> Any:
+        """Refused, as `starmap` and `chunks` are, for a task with a key: Celery runs their items as plain calls.
+
+        Raises:
+            ImproperlyConfigured: always, unless the task has no key.
+        """
+        self.refuse_plain_calls("map")
+        return super().map(it)
+
+    def starmap(self, it: Any) -> Any:
+        """See `map`."""
+        self.refuse_plain_calls("starmap")
+        return super().starmap(it)
+
+    def chunks(self, it: Any, n: int) -> Any:
+        """See `map`."""
+        self.refuse_plain_calls("chunks")
+        return super().chunks(it, n)
+
+    def refuse_plain_calls(self, canvas: str) -> None:
+        """For `gate` too, to which such a canvas comes when it was made without the task, or by name."""
+        options = self.plan().options
+        if options.lock_key or options.dedup_key or options.run_once:
+            raise ImproperlyConfigured(
+                f"{self.name}.{canvas}() would run without the lock, as Celery calls the body for each item: use a group"
+            )
+
+    def signature_from_request(
+        self, request: Any = None, args: Any = None, kwargs: Any = None, queue: Any = None, **options: Any
+    ) -> Any:
+        """A retry with other arguments gets the keys of those, and keeps its claim if that is the same. Keys that were
+        given for this call stay: a retry that lost them would run without the lock that its caller wanted. The same
+        serializer again, as another one may change the arguments. And the queue from which it came: without its name,
+        Celery's native delayed delivery takes the application's default queue.
+        """
+        request = self.request if request is None else request
+        if queue is None and not options.keys() & {"exchange", "routing_key"}:
+            came_from = queue_of(self.app, request.delivery_info)
+            queue = None if came_from is None else came_from.name
+        if serializer := header_of(request.headers).get("serializer"):
+            options.setdefault("serializer", serializer)
+        changed = (args is not None and list(args) != list(request.args or ())) or (
+            kwargs is not None and dict(kwargs) != dict(request.kwargs or {})
+        )
+        if changed and "headers" not in options and request.headers:
+            before = header_of(request.headers)
+            made_anew = {"key", "run", "claim"}.difference(before.get("given", ())) | {"claimed", "print"}
+            header = {name: value for name, value in before.items() if name not in made_anew}
+            # Computed now, so that the end of this attempt knows whether its claim goes on.
+            new_args = request.args if args is None else args
+            new_kwargs = request.kwargs if kwargs is None else kwargs
+            self.plan().complete(
+                self, header, tuple(new_args or ()), dict(new_kwargs or {}), {}, serializer=options.get("serializer")
+            )
+            if header.get("claim") == before.get("claim") and before.get("claimed"):
+                header["claimed"] = True
+            options["headers"] = {**request.headers, HEADER: header}
+        return super().signature_from_request(request, args, kwargs, queue=queue, **options)
+
+    def on_replace(self, sig: Any) -> Any:
+        """As Celery's. What comes in this task's place may need the same lock, also where it runs inside of the body."""
+        run = self._run_of_request()
+        if run is not None and run.lease is not None and self.request.is_eager:
+            run.give_up_lease()
+        return super().on_replace(sig)
+
+    # Running
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the body as a function, without a lock. Celery's own call of it is the locked one; see `gate`."""
+        request = self.request_stack.top if self.request_stack is not None else None
+        following = super().__call__
+        if (
+            request is not None
+            and not request.called_directly
+            and not request._protected  # noqa: SLF001 - as Celery's `__protected_call__` has it
+            and following.__func__.__module__ in _CELERYS_CALL
+        ):
+            # Celery's own would put another request on top where it is not a worker's.
+            request._protected = 1  # noqa: SLF001
+            return self.run(*args, **kwargs)
+        return following(*args, **kwargs)
+
+    def _run_of_request(self) -> Run | None:
+        request = self.request
+        run: Run | None = request.__dict__.get(RUN)
+        if run is None and request.called_directly and len(stack := self.request_stack.stack) > 1:
+            # A `__call__` below ours has put a request on top.
+            run = stack[-2].__dict__.get(RUN)
+        return run
+
+    @property
+    def lease(self) -> Lease:
+        """The lease that the body runs under.
+
+        Raises:
+            NoLease: called directly, or the task has no lock. In a unit test, call `task.apply(…)` with the setting
+                `syncguard_dsn = "memory://"`.
+        """
+        run = self._run_of_request()
+        if run is None or run.lease is None:
+            raise NoLease(
+                f"{self.name} does not run under a lease here: it was called as a plain function, has no lock_key, or runs "
+                f'with lock_on_unavailable="run". In a unit test use {self.__name__}.apply(...) with '
+                f'syncguard_dsn = "memory://"'
+            )
+        return run.lease
+
+    @property
+    def fence(self) -> Fence:
+        """The number of this lease, higher than every earlier one of its key: for writes that refuse a lower one.
+
+        Raises:
+            NoLease: as `lease`.
+        """
+        return self.lease.fence
+
+    @property
+    def hlc(self) -> Any:
+        """The hybrid logical clock of this process, for stamping rows (setting `syncguard_hlc`)."""
+        from celery_syncguard.stamps import clock_for
+
+        return clock_for(self.app)
+
+
+def _is_own_fault(exc: Exception) -> bool:
+    """Whether a publish failed because of the task, not because the broker could not be reached or the process is short of time
+    or memory.
+    """
+    trouble = (OperationalError, EncodeError, SoftTimeLimitExceeded, MemoryError)
+    return is_refusal(exc) or not isinstance(exc, trouble)
+
+
+class _EagerlySkipped(EagerResult):  # type: ignore[misc]
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        return self.result
+
+    wait = get
+
+
+def _check_request(cls: type[LockedTask]) -> None:
+    """A Request of the user's own: without ours in it nobody would see to the leases of a child that died."""
+    from celery_syncguard.tasks.worker import GuardedRequest
+
+    if not issubclass(symbol_by_name(cls.Request), GuardedRequest):
+        raise ImproperlyConfigured(
+            f"{cls.__name__}: its Request has to inherit from celery_syncguard.tasks.worker.GuardedRequest, which frees what a "
+            f"dead child held"
+        )
+
+
+@task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
+def _on_postrun(sender: Any = None, state: str | None = None, retval: Any = None, **_: Any) -> None:
+    # A hook of the task could be overridden without super().
+    if isinstance(sender, LockedTask):
+        if state == SUCCESS and not gate.was_passed(sender.request):
+            logger.error(
+                "%s[%s] ran without its lock: %s",
+                sender.name,
+                sender.request.id,
+                "called in a thread that is not the tracer's, or its class got another __call__ and before_start since",
+            )
+        Run.never_came(sender, sender.request, state, retval)
+
+
+def _answered(result: Any) -> Any:
+    marker = result.result.skipped
+    if marker is None:
+        return EagerResult(result.id, None, SUCCESS, name=result.name)
+    return _EagerlySkipped(result.id, marker, SKIPPED, name=result.name)
+
+
+def _without_link(send: Any) -> Any:
+    def without_link(*, link: Any, **call: Any) -> Any:  # noqa: ARG001 - taken out
+        return send(**call)
+
+    return without_link
