@@ -226,7 +226,6 @@ class StoreContract:
         assert 0 <= row.since < 1
 
     def test_a_held_key_answers_who_since_when_and_for_how_long(self, store: LockStore) -> None:
-        """Covers case 2, case 43."""
         grant = _acquire(store, "k", ttl=60, holder="me", process="p:1", task_id="t1", attempt=2)
         held = _ask(store, "k", holder="you", process="p:2", task_id="t2", attempt=0)
         assert isinstance(held, Held)
@@ -258,7 +257,6 @@ class StoreContract:
         assert _acquire(store, "k", lock_id=lock_id, task_id="t", max_deaths=1).fence > first.fence
 
     def test_an_expired_key_is_taken_over_with_a_higher_fence(self, store: LockStore) -> None:
-        """Covers case 1."""
         first = _acquire(store, "k", ttl=0.05)
         second = _until(lambda: answer if isinstance(answer := _ask(store, "k"), Grant) else None)
         assert second.fence > first.fence
@@ -323,7 +321,6 @@ class StoreContract:
         _acquire(store, "k")
 
     def test_a_release_by_an_old_holder_does_nothing(self, store: LockStore) -> None:
-        """Covers case 25."""
         old = _acquire(store, "k", ttl=0.05)
         _expire(store, "k")
         new = _acquire(store, "k")
@@ -348,7 +345,6 @@ class StoreContract:
         assert row.remaining <= 60
 
     def test_min_hold_keeps_the_key_for_so_long_after_the_acquire(self, store: LockStore) -> None:
-        """Covers case 81."""
         grant = _acquire(store, "k", ttl=60, holder="me", task_id="t")
         assert _release(store, grant, min_hold=0.5) is True
         held = _ask(store, "k")
@@ -395,7 +391,6 @@ class StoreContract:
     # Processes and deaths
 
     def test_release_process_frees_that_process_and_no_other(self, store: LockStore) -> None:
-        """Covers case 3."""
         mine = [_acquire(store, f"mine:{number}", process="p:1") for number in range(3)]
         theirs = [_acquire(store, "theirs", process="p:12"), _acquire(store, "nobody's")]
         assert store.release_process("p:1") == Buried(len(mine))
@@ -485,7 +480,6 @@ class StoreContract:
     # Completions
 
     def test_a_completed_run_answers_the_next_acquire(self, store: LockStore) -> None:
-        """Covers case 16."""
         _release(store, _acquire(store, "k", task_id="t"), task_id="t", run_key="run:t", run_ttl=60.0)
         done = _ask(store, "k", task_id="t", run_keys=("run:t",))
         assert isinstance(done, Done)
@@ -523,7 +517,6 @@ class StoreContract:
         assert done.task_id == "t"
 
     def test_a_copy_of_a_running_attempt_is_answered_when_that_is_done(self, store: LockStore) -> None:
-        """Covers case 14."""
         grant = _acquire(store, "k", task_id="t", attempt=1)
         assert isinstance(_ask(store, "k", task_id="t", attempt=1, run_keys=("attempt:t:1",)), Held)
         _release(store, grant, task_id="t", attempt_done=True)
@@ -545,7 +538,6 @@ class StoreContract:
     # Claims
 
     def test_a_claim_is_given_once_and_the_second_task_learns_whose_it_is(self, store: LockStore) -> None:
-        """Covers case 43."""
         first = store.claim("c", task_id="t1", ttl=60.0, holder="me")
         assert (first.key, first.task_id, first.ours) == ("c", "t1", True)
         second = store.claim("c", task_id="t2", ttl=900.0, holder="you")
@@ -554,7 +546,6 @@ class StoreContract:
         assert 50 < second.remaining <= 60, "a duplicate prolonged the claim"
 
     def test_a_claim_is_re_entrant_for_its_task(self, store: LockStore) -> None:
-        """Covers case 34."""
         store.claim("c", task_id="t", ttl=5.0)
         again = store.claim("c", task_id="t", ttl=60.0)
         assert again.ours
@@ -737,11 +728,9 @@ class StoreContract:
     # Races
 
     def test_of_32_threads_exactly_one_wins_every_round(self, store: LockStore) -> None:
-        """Covers case 26, case 28."""
         _assert_one_winner(race_threads(store, threads=32, rounds=self.rounds), contenders=32)
 
     def test_of_8_processes_exactly_one_wins_every_round(self, reopen: Callable[[], LockStore]) -> None:
-        """Covers case 26, case 28."""
         _assert_one_winner(race_processes(reopen, processes=8, rounds=self.rounds), contenders=8)
 
     def test_fences_rise_in_the_order_of_the_grants_under_contention(self, store: LockStore) -> None:

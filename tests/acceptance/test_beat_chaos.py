@@ -19,7 +19,7 @@ ENVIRONMENT = {SCHEDULE_VARIABLE: json.dumps(ENTRIES)}
 def test_no_slot_is_missed_or_sent_as_two_tasks_whatever_happens(
     celery_setup, broker, private_pg, private_dsn, private_app_dsn
 ):
-    """case 62, case 52: kills, freezes, stops, database restarts and terminated backends, under "all"."""
+    """Kills, freezes, stops, database restarts and terminated backends, under "all"."""
     setup = celery_setup(
         MODULE,
         dsn=private_app_dsn,
@@ -51,7 +51,7 @@ def test_beats_without_a_leader_send_everything_several_times(celery_setup, brok
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize("deed,bound", [("kill", TTL + 1), ("freeze", TTL + 1), ("stop", 1.0)])
 def test_takeovers_take_what_was_promised(celery_setup, broker, pg_dsn, deed, bound):
-    """case 50, case 55: five of each kind, in a soak twenty."""
+    """Five of each kind, in a soak twenty."""
     setup = celery_setup(MODULE, conf={"syncguard_leader_ttl": TTL})
     times = takeovers(setup, dsn=pg_dsn, count=soak.rounds(5, soak=20), deed=deed)
     print(deed, *(f"{seconds:.2f}" for seconds in times))

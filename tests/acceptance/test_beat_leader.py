@@ -1,7 +1,7 @@
 """Many beats, one leader: real `celery beat` processes on real brokers, stopped, killed, frozen and cut off.
 
-Cases that have no broker in them are elsewhere: which instants are due in the nights on which clocks change (case 65,
-`unit/test_timetable`), and that memory stays flat over many ticks (case 67, `integration/test_beat_ticks`, on Celery's
+Cases that have no broker in them are elsewhere: which instants are due in the nights on which clocks change
+(`unit/test_timetable`), and that memory stays flat over many ticks (`integration/test_beat_ticks`, on Celery's
 memory transport: what could grow is the schedule, which is the same on every broker).
 """
 
@@ -186,7 +186,7 @@ def seconds_until_it_leads(setup, node, *, within):
 
 
 def test_a_clean_stop_hands_over_within_a_second(beats, broker, pg_dsn):
-    """case 55: also in the middle of a tick, and nothing is sent twice."""
+    """Also in the middle of a tick, and nothing is sent twice."""
     setup = beats({"fast": 0.1}, conf={"syncguard_leader_ttl": 60, "syncguard_catch_up": "all"})
     times = []
     with Inbox(setup) as inbox:
@@ -223,7 +223,7 @@ def test_behind_a_pooler_that_swallows_notifications_a_stop_hands_over_within_a_
 
 
 def test_a_killed_leader_is_replaced_when_its_lease_ends(beats, broker, pg_dsn):
-    """case 50: seconds, not 25 minutes, also to the next send; and the standby said whom it waits for."""
+    """Seconds, not 25 minutes, also to the next send; and the standby said whom it waits for."""
     setup = beats()
     times = []
     with Inbox(setup) as inbox:
@@ -244,7 +244,7 @@ def test_a_killed_leader_is_replaced_when_its_lease_ends(beats, broker, pg_dsn):
 
 
 def test_a_frozen_leader_is_replaced_when_its_lease_ends(beats, broker, pg_dsn):
-    """case 89 in a beat: its connections stay open. Thawed, it stands by."""
+    """Its connections stay open. Thawed, it stands by."""
     setup = beats()
     times = []
     first, second = start_two(setup)
@@ -263,7 +263,7 @@ def test_a_frozen_leader_is_replaced_when_its_lease_ends(beats, broker, pg_dsn):
 
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_a_slot_due_while_the_leader_dies_is_sent_once(beats, broker, pg_dsn, side):
-    """case 52: killed 0.1 s before a slot, and as soon as one is sent."""
+    """Killed 0.1 s before a slot, and as soon as one is sent."""
     setup = beats({"slow": 2.0}, conf={"syncguard_catch_up": "all"})
     with Inbox(setup) as inbox:
         first, _ = start_two(setup)
@@ -312,7 +312,7 @@ def frozen_between_claim_and_send(setup, inbox):
 
 
 def test_a_frozen_leader_sends_nothing_when_it_wakes_up(beats, broker, pg_dsn):
-    """case 45, case 48: frozen in the one place where it hurts, between its claim and its send."""
+    """Frozen in the one place where it hurts, between its claim and its send."""
     setup = beats(conf={"syncguard_catch_up": "all"})
     with Inbox(setup) as inbox:
         first, _ = frozen_between_claim_and_send(setup, inbox)
@@ -330,7 +330,7 @@ def test_without_the_last_look_a_frozen_leader_sends_a_second_time(beats, broker
 
 
 def test_a_suspended_machine_owns_again_before_it_sends(beats, broker, pg_dsn):
-    """case 45: until its lease has been over for twice the ttl, alone."""
+    """Until its lease has been over for twice the ttl, alone."""
     setup = beats()
     with Inbox(setup) as inbox:
         only = start(setup)
@@ -348,7 +348,6 @@ def test_a_suspended_machine_owns_again_before_it_sends(beats, broker, pg_dsn):
 
 
 def test_a_deleted_lease_row_ends_the_term_and_not_the_process(beats, broker, pg_dsn):
-    """case 54"""
     setup = beats()
     with Inbox(setup) as inbox:
         only = start(setup)
@@ -362,7 +361,7 @@ def test_a_deleted_lease_row_ends_the_term_and_not_the_process(beats, broker, pg
 
 
 def test_a_leader_that_hardly_gets_to_run_sends_nothing_twice(beats, broker, pg_dsn):
-    """case 54: a tenth of the time, as under a CPU limit; with a ttl of 3 s it may keep or lose the leadership."""
+    """A tenth of the time, as under a CPU limit; with a ttl of 3 s it may keep or lose the leadership."""
     setup = beats({"fast": 0.2})
     with Inbox(setup) as inbox:
         nodes = start_two(setup)
@@ -383,7 +382,7 @@ def test_a_leader_that_hardly_gets_to_run_sends_nothing_twice(beats, broker, pg_
 
 
 def test_a_leader_that_dies_before_it_sends_leaves_the_slot_to_the_next_one(beats, broker, pg_dsn):
-    """case 52: claimed, and killed before publishing."""
+    """Claimed, and killed before publishing."""
     # Under "one" a busy machine, which takes over only when the next slot is due, would send that one instead.
     setup = beats({"slow": 4.0}, conf={"syncguard_catch_up": "all"})
     with Inbox(setup) as inbox:
@@ -397,7 +396,7 @@ def test_a_leader_that_dies_before_it_sends_leaves_the_slot_to_the_next_one(beat
 
 
 def test_a_leader_that_dies_before_it_marks_leaves_a_copy_that_run_once_answers(beats, broker, pg_dsn, history):
-    """case 52: published, and killed before the mark. The copy is the same task, so it runs once."""
+    """Published, and killed before the mark. The copy is the same task, so it runs once."""
     setup = beats({"slow": {"every": 4.0, "task": "once", "syncguard_catch_up": "all"}})
     with psycopg.connect(pg_dsn, autocommit=True) as conn, psycopg.connect(pg_dsn) as holding:
         # The mark waits for a lock that the test holds.
@@ -431,7 +430,6 @@ def test_a_leader_that_dies_before_it_marks_leaves_a_copy_that_run_once_answers(
 
 
 def test_without_a_database_nothing_is_sent_until_it_is_there(beats, broker, pg_dsn, pg_proxy):
-    """case 47"""
     setup = beats(dsn=pg_proxy.dsn(pg_dsn))
     pg_proxy.refuse()
     with Inbox(setup) as inbox:
@@ -450,7 +448,6 @@ def test_without_a_database_nothing_is_sent_until_it_is_there(beats, broker, pg_
 
 
 def test_a_leader_that_loses_the_database_steps_down_at_its_deadline_and_comes_back(beats, broker, pg_dsn, pg_proxy):
-    """case 48, case 62"""
     setup = beats(dsn=pg_proxy.dsn(pg_dsn), conf={"syncguard_catch_up": "all", "syncguard_timeout": 1.0})
     with Inbox(setup) as inbox:
         only = start(setup)
@@ -476,7 +473,7 @@ def test_a_leader_that_loses_the_database_steps_down_at_its_deadline_and_comes_b
 
 
 def test_a_leader_that_was_cut_off_finds_another_term_and_stands_by(beats, broker, pg_dsn, pg_proxy):
-    """case 48: its renewal and its claim arrive late, when the other one leads, and do nothing."""
+    """Its renewal and its claim arrive late, when the other one leads, and do nothing."""
     setup = beats(conf={"syncguard_catch_up": "all"})
     conf = {**json.loads(setup.environment[CONF_VARIABLE]), "syncguard_dsn": pg_proxy.dsn(pg_dsn)}
     with Inbox(setup) as inbox:
@@ -499,7 +496,7 @@ def test_a_leader_that_was_cut_off_finds_another_term_and_stands_by(beats, broke
 
 
 def test_terminated_backends_cost_no_slot(beats, broker, pg_dsn, pg_server):
-    """case 62: again and again, each time as soon as something was sent; `scripts/beat-chaos` does it for minutes."""
+    """Again and again, each time as soon as something was sent; `scripts/beat-chaos` does it for minutes."""
     setup = beats(conf={"syncguard_catch_up": "all"})
     with Inbox(setup) as inbox:
         nodes = [start(setup) for _ in range(2)]
@@ -519,7 +516,7 @@ def test_terminated_backends_cost_no_slot(beats, broker, pg_dsn, pg_server):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_backends_terminated_every_five_seconds_for_minutes_cost_no_slot(beats, broker, pg_dsn, pg_server):
-    """case 62: two minutes of it."""
+    """Two minutes of it."""
     setup = beats(conf={"syncguard_catch_up": "all"})
     with Inbox(setup) as inbox:
         nodes = start_two(setup)
@@ -561,7 +558,7 @@ def test_a_database_without_our_tables_is_said_with_the_command_that_helps(beats
 def test_after_a_broker_outage_of_a_minute_sends_resume_and_missed_slots_follow_the_rule(
     celery_setup, private_broker, redis_db, pg_dsn
 ):
-    """case 63: the health check says what is wrong meanwhile, and somebody leads all the time."""
+    """The health check says what is wrong meanwhile, and somebody leads all the time."""
     # Less than the 64 slots that are made up for.
     schedule = {"fast": {"every": 2.0, "syncguard_catch_up": "all"}, "lazy": 2.0}
     setup = celery_setup(
@@ -602,7 +599,7 @@ def broker_proxy(broker):
 
 @pytest.mark.both_brokers
 def test_a_broker_slower_than_the_lease_costs_neither_leadership_nor_slots(broker_proxy, beats, broker, pg_dsn):
-    """case 44: renewal does not depend on ticks. One send takes longer than the whole lease."""
+    """Renewal does not depend on ticks. One send takes longer than the whole lease."""
     ttl = 5.0
     slow = replace(broker, url=broker.url.replace(f":{broker_proxy.upstream[1]}", f":{broker_proxy.port}"))
     setup = beats(broker=slow, conf={"syncguard_catch_up": "all", "syncguard_leader_ttl": ttl})
@@ -631,7 +628,7 @@ def test_a_broker_slower_than_the_lease_costs_neither_leadership_nor_slots(broke
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_broker_that_is_always_slower_than_the_lease_ends_no_process(broker_proxy, beats, broker, pg_dsn):
-    """case 44: for a minute, each send takes longer than the whole lease."""
+    """For a minute, each send takes longer than the whole lease."""
     slow = replace(broker, url=broker.url.replace(f":{broker_proxy.upstream[1]}", f":{broker_proxy.port}"))
     setup = beats({"fast": 2.0}, broker=slow, conf={"syncguard_catch_up": "all"})
     setup.app.conf.broker_url = broker.url  # the reader's own way is not slow
@@ -675,7 +672,7 @@ def test_a_message_that_the_broker_refuses_keeps_nobody_else_waiting(beats, brok
 
 
 def test_a_newer_schedule_changes_nothing_until_its_beat_leads(beats, broker, pg_dsn):
-    """case 51: a rolling deploy. And no entry is lost."""
+    """A rolling deploy. And no entry is lost."""
     setup = beats({"kept": 1.0, "old": 1.0})
     newer = {SCHEDULE_VARIABLE: json.dumps({"kept": 1.0, "new": 1.0})}
     with Inbox(setup) as inbox:
@@ -695,7 +692,7 @@ def test_a_newer_schedule_changes_nothing_until_its_beat_leads(beats, broker, pg
 
 
 def test_hosts_whose_clocks_are_hours_apart_send_at_the_databases_time(beats, broker, pg_dsn):
-    """case 52: with leaders that disagree on the time no slot comes early, late, or twice."""
+    """With leaders that disagree on the time no slot comes early, late, or twice."""
     setup = beats(conf={"syncguard_catch_up": "all"})
     with Inbox(setup) as inbox:
         first = start(setup, environment={"SYNCGUARD_TEST_CLOCK_SHIFT": "3600"})
@@ -718,7 +715,6 @@ def test_hosts_whose_clocks_are_hours_apart_send_at_the_databases_time(beats, br
 
 
 def test_slots_missed_while_nobody_led_follow_the_rule_of_their_entry(beats, broker, pg_dsn):
-    """case 52"""
     hourly = {rule: {"every": 3600.0, "syncguard_catch_up": rule} for rule in ("one", "skip", "all")}
     setup = beats({**hourly, "fast": 1.0})
     with Inbox(setup) as inbox:
@@ -741,7 +737,7 @@ def test_slots_missed_while_nobody_led_follow_the_rule_of_their_entry(beats, bro
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_crontab_is_sent_once_each_minute_whoever_leads(beats, broker, pg_dsn):
-    """case 52: real minutes, and another leader for the second one."""
+    """Real minutes, and another leader for the second one."""
     setup = beats({"minutely": "* *"}, conf={"syncguard_catch_up": "all"})
     with Inbox(setup) as inbox:
         first, second = start_two(setup)
@@ -769,7 +765,7 @@ def test_a_duplicate_or_held_periodic_task_is_an_info_and_not_an_error(beats, br
 
 
 def test_no_local_file_is_needed_for_a_start(beats, broker, pg_dsn, tmp_path):
-    """case 66: corrupt schedule files, a folder that does not exist, and a file system that takes no files.
+    """Corrupt schedule files, a folder that does not exist, and a file system that takes no files.
 
     Of the latter kind every machine has one, which refuses root too: /sys, or where there is none, a folder that is missing.
     """
@@ -789,7 +785,7 @@ def test_no_local_file_is_needed_for_a_start(beats, broker, pg_dsn, tmp_path):
 
 
 def test_a_killed_beat_starts_again_with_its_stale_pidfile(beats, broker, pg_dsn, tmp_path):
-    """case 66: the file names a process that is gone. (Without --pidfile there is none, which containers should use.)"""
+    """The file names a process that is gone. (Without --pidfile there is none, which containers should use.)"""
     pidfile = tmp_path / "beat.pid"
     setup = beats()
     with Inbox(setup) as inbox:
@@ -804,7 +800,7 @@ def test_a_killed_beat_starts_again_with_its_stale_pidfile(beats, broker, pg_dsn
 def test_a_pidfile_that_names_another_process_keeps_beat_from_starting_and_an_empty_one_does_not(
     beats, broker, pg_dsn, tmp_path
 ):
-    """case 66: the pid of a beat that was killed is somebody else's by now. Celery cannot tell; so there should be no file."""
+    """The pid of a beat that was killed is somebody else's by now. Celery cannot tell; so there should be no file."""
     pidfile = tmp_path / "beat.pid"
     pidfile.write_text(f"{os.getpid()}\n")
     setup = beats()
@@ -818,7 +814,7 @@ def test_a_pidfile_that_names_another_process_keeps_beat_from_starting_and_an_em
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_beat_that_is_killed_while_it_writes_its_schedule_file_starts_again(beats, broker, pg_dsn, tmp_path):
-    """case 66: the file is written with every slot, and the kill comes at any moment, ten times."""
+    """The file is written with every slot, and the kill comes at any moment, ten times."""
     setup = beats(
         {"fast": 0.05},
         conf={"syncguard_beat_scheduler": "celery.beat:PersistentScheduler", "beat_sync_every": 1},
@@ -842,7 +838,7 @@ def test_a_beat_that_is_killed_while_it_writes_its_schedule_file_starts_again(be
 
 
 def test_two_beats_with_the_same_host_name_and_pid_are_not_taken_for_one(beats, broker, pg_dsn):
-    """case 66: pid 1 in two containers, of which one is killed and comes back as pid 1 while its old lease lives."""
+    """Pid 1 in two containers, of which one is killed and comes back as pid 1 while its old lease lives."""
     setup = beats(conf={"syncguard_catch_up": "all"}, environment={"SYNCGUARD_TEST_SAME_IDENTITY": "1"})
     with Inbox(setup) as inbox:
         first, second = start_two(setup)

@@ -45,7 +45,6 @@ def take_turns(setup, inbox, count=2):
 
 
 def test_celerys_persistent_scheduler_keeps_its_slots_over_leaders(celery_setup, broker, pg_dsn):
-    """case 56"""
     setup = celery_setup(
         MODULE,
         conf={
@@ -64,7 +63,7 @@ def test_celerys_persistent_scheduler_keeps_its_slots_over_leaders(celery_setup,
 
 
 def test_a_scheduler_of_ones_own_decides_and_sends_as_it_likes(celery_setup, broker, pg_dsn):
-    """case 56: it adds an entry, refuses another, and has its own `apply_entry`."""
+    """It adds an entry, refuses another, and has its own `apply_entry`."""
     setup = celery_setup(
         MODULE,
         conf={
@@ -167,7 +166,7 @@ for line in sys.stdin:
 
 @pytest.mark.slow
 def test_edits_are_seen_within_the_interval_however_they_are_made(django_setup, broker, pg_dsn):
-    """case 58, case 59: an entry is added, an interval is shortened, an entry is switched off, by psql, by `save`, by
+    """An entry is added, an interval is shortened, an entry is switched off, by psql, by `save`, by
     `QuerySet.update`, and an entry is deleted. What is due each second shows up a second after it is seen.
     """
     soon = INTERVAL + 1 + SLACK
@@ -212,7 +211,7 @@ def test_edits_are_seen_within_the_interval_however_they_are_made(django_setup, 
 
 
 def test_each_row_is_caught_up_by_the_rule_in_its_headers(django_setup, broker, pg_dsn):
-    """case 52: and the rule does not reach the message."""
+    """And the rule does not reach the message."""
     rules = ("one", "skip", "all")
     with psycopg.connect(pg_dsn, autocommit=True) as conn, Inbox(django_setup) as inbox:
         insert(conn, "busy", every=1)
@@ -240,7 +239,7 @@ def test_each_row_is_caught_up_by_the_rule_in_its_headers(django_setup, broker, 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_crontab_row_is_sent_once_each_minute_whoever_leads(django_setup, broker, pg_dsn):
-    """case 52: real minutes, and another leader for the second one."""
+    """Real minutes, and another leader for the second one."""
     with psycopg.connect(pg_dsn, autocommit=True) as conn, Inbox(django_setup) as inbox:
         insert(conn, "minutely", crontab="* * * * *")
         first = django_setup.start_beat("-S", "syncguard")
@@ -261,7 +260,7 @@ def test_a_crontab_row_is_sent_once_each_minute_whoever_leads(django_setup, brok
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_database_trouble_costs_django_celery_beat_no_slot(celery_setup, broker, private_pg, private_dsn):
-    """case 62: backends terminated again and again, and a restarted server. A one-off row is sent once, and says so."""
+    """Backends terminated again and again, and a restarted server. A one-off row is sent once, and says so."""
     setup = set_up_django(celery_setup, broker, dsn=private_dsn)
     singles = ["single 3", "single 6", "single 9"]
     with Inbox(setup) as inbox:
@@ -292,7 +291,7 @@ def test_database_trouble_costs_django_celery_beat_no_slot(celery_setup, broker,
 
 
 def test_a_one_off_row_is_sent_once_although_its_leader_died_before_it_said_so(django_setup, broker, pg_dsn):
-    """case 62: and switched on again by somebody, it is sent once more."""
+    """And switched on again by somebody, it is sent once more."""
     with psycopg.connect(pg_dsn, autocommit=True) as conn, Inbox(django_setup) as inbox:
         # Whoever counts a run in the row waits for a lock that the test holds.
         conn.execute(
@@ -336,7 +335,7 @@ def test_a_one_off_row_is_sent_once_although_its_leader_died_before_it_said_so(d
 
 
 def test_edits_in_the_very_tick_that_sends_never_send_a_slot_twice(django_setup, broker, pg_dsn):
-    """case 60: a refresh brings back the old last_run_at from the table; what was sent is not read from there.
+    """A refresh brings back the old last_run_at from the table; what was sent is not read from there.
 
     At whatever moment of a tick an edit comes; `integration/test_beat_ticks` puts them where they hurt.
     """
@@ -355,7 +354,6 @@ def test_edits_in_the_very_tick_that_sends_never_send_a_slot_twice(django_setup,
 
 
 def test_django_celery_beat_keeps_its_slots_over_leaders_and_a_one_off_runs_once(django_setup, broker, pg_dsn):
-    """case 56, case 62"""
     with psycopg.connect(pg_dsn, autocommit=True) as conn, Inbox(django_setup) as inbox:
         insert(conn, "busy", every=1)
         insert(conn, "single", every=2, one_off=True)
@@ -369,7 +367,7 @@ def test_django_celery_beat_keeps_its_slots_over_leaders_and_a_one_off_runs_once
 
 
 def test_a_schedule_row_that_is_deleted_under_an_entry_is_loud_and_stops_nothing_else(django_setup, broker, pg_dsn):
-    """case 68: the foreign key is taken away first, as it is in a database without them."""
+    """The foreign key is taken away first, as it is in a database without them."""
     with psycopg.connect(pg_dsn, autocommit=True) as conn, Inbox(django_setup) as inbox:
         insert(conn, "busy", every=1)
         gone = insert(conn, "orphan", every=1)

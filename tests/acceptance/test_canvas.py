@@ -122,7 +122,6 @@ def test_a_workflow_whose_member_waits_for_a_lock_runs_to_its_end(held, pg_dsn):
 
 
 def test_a_workflow_with_a_skipped_member_ends_and_says_so(held, pg_dsn):
-    """case 2, case 79"""
     results = start(held, "skip")
     ignored = chord([held.tasks.ignored.s(), held.tasks.plain.s(tag="x")], held.tasks.collect.s(tag="never")).delay()
 
@@ -206,7 +205,7 @@ def test_a_callback_whose_key_cannot_be_made_fails_itself_and_not_its_parent(hel
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
 def test_a_result_backend_that_looks_for_the_end_of_a_chord_finds_it(celery_setup, broker, pg_dsn, history, tmp_path):
-    """case 79. Unlike Redis, which counts parts as they come in."""
+    """Unlike Redis, which counts parts as they come in."""
     results = tmp_path / "results"
     results.mkdir()
     setup = celery_setup(MODULE, conf={"result_backend": results.as_uri(), "result_chord_retry_interval": 0.2})
@@ -290,7 +289,7 @@ print(result.ready(), result.state, result.get(timeout=5).holder)
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
 def test_an_eager_chain_gives_the_marker_of_a_skipped_step_to_the_next_one(held):
-    """case 79, eagerly, where it is Celery that calls the next step with what `get()` returns: see docs/skipped.md."""
+    """Eagerly, where it is Celery that calls the next step with what `get()` returns: see docs/skipped.md."""
     blocked = held.tasks.step.s(key="held", tag="never").set(lock_on_held="skip")
     result = chain(held.tasks.plain.s(tag="before"), blocked).apply()
     assert result.state == SKIPPED
@@ -308,7 +307,6 @@ def test_an_eager_chain_gives_the_marker_of_a_skipped_step_to_the_next_one(held)
 def test_a_skip_whose_result_nobody_wants_is_logged_and_nothing_is_stored(
     celery_setup, broker, pg_dsn, history, backend
 ):
-    """case 2, case 80"""
     conf = {"result_backend": None} if backend is None else {"task_ignore_result": True}
     setup = celery_setup(MODULE, conf=conf)
     worker = setup.start_worker(concurrency=2)

@@ -35,7 +35,7 @@ def test_a_message_counts_how_often_it_came_back_one_by_one(celery_setup, broker
 
 @pytest.mark.both_brokers
 def test_a_task_with_one_retry_has_it_whoever_was_blocked_or_failed_before_it(celery_setup, broker, pg_dsn, history):
-    """case 37, in the only child of a worker: neither waiting nor retrying leaves anything on the task object."""
+    """In the only child of a worker: neither waiting nor retrying leaves anything on the task object."""
     setup = celery_setup(MODULE)
     worker = setup.start_worker(concurrency=1)
     task = setup.module.retried
@@ -74,7 +74,7 @@ WAITERS = soak.rounds(120, soak=300)
 def test_many_messages_that_wait_for_one_key_all_run_and_ask_the_database_ever_more_rarely(
     celery_setup, broker, pg_dsn, private_pg, private_dsn, private_app_dsn
 ):
-    """case 91, across processes and in the default way of waiting. The server's own log says what it was asked."""
+    """Across processes and in the default way of waiting. The server's own log says what it was asked."""
     private_pg.reload(log_statement="all")
     setup = celery_setup(MODULE, dsn=private_app_dsn)
     for _ in range(2):

@@ -53,7 +53,7 @@ def watch(guard, holders, *, timeout=30):
 def test_the_leases_of_dead_children_and_no_others_are_freed_at_once(
     celery_setup, broker, second_queue, pg_dsn, history
 ):
-    """case 1, case 3, case 4, case 8, case 94. The ttl is a minute, so nothing here is free because it expired."""
+    """The ttl is a minute, so nothing here is free because it expired."""
     setup = celery_setup(MODULE)
     setup.start_worker(concurrency=len(MANNERS) + 3)
     other = setup.start_worker("-Q", second_queue, concurrency=1)
@@ -111,7 +111,7 @@ def test_without_the_undertaker_the_lease_of_a_dead_child_stays(celery_setup, br
 def test_a_body_that_kills_its_process_again_and_again_ends_as_a_failure_that_says_so(
     celery_setup, broker, pg_dsn, history
 ):
-    """case 19. The plain task is the negative control: Celery lets it go on killing."""
+    """The plain task is the negative control: Celery lets it go on killing."""
     setup = celery_setup(MODULE)
     setup.start_worker(concurrency=2)
     setup.module.plain_die_again.delay("plain", "killed")

@@ -81,7 +81,7 @@ def test_one_runs_and_one_waits_of_ten_that_are_published_during_a_hold(setup, h
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_throttle_lets_one_through_per_window_also_after_it_has_ended(setup, history, claims, fails):
-    """case 81: after a success and after a failure."""
+    """After a success and after a failure."""
     task = setup.module.throttled
     setup.start_worker()
     first = task.delay("a", fails)
@@ -95,7 +95,6 @@ def test_a_throttle_lets_one_through_per_window_also_after_it_has_ended(setup, h
 
 
 def test_a_body_that_changes_its_arguments_ends_its_claim(setup, history, claims):
-    """case 73."""
     setup.start_worker()
     result = setup.module.mutating.delay({"x": 1})
     assert list(claims()) == ["mutated:1"]
@@ -107,7 +106,7 @@ def test_a_body_that_changes_its_arguments_ends_its_claim(setup, history, claims
 
 
 def test_a_revoked_task_frees_its_claim(setup, history, claims):
-    """case 5: a countdown, revoked before it starts."""
+    """A countdown, revoked before it starts."""
     work = setup.module.work
     setup.start_worker()
     revoked = work.apply_async(("a",), countdown=3)
@@ -129,7 +128,7 @@ def test_a_task_that_is_terminated_while_it_runs_frees_its_claim(setup, history,
 
 @pytest.mark.both_brokers
 def test_an_expired_message_frees_its_claim_though_no_worker_has_seen_it(setup, history, claims):
-    """cases 5, 40: all workers are down, so nobody can tell; the claim ends when the message does."""
+    """All workers are down, so nobody can tell; the claim ends when the message does."""
     work = setup.module.work
     expired = work.apply_async(("a",), expires=2)
     assert work.delay("a").id == expired.id
@@ -174,7 +173,7 @@ def test_a_skipped_task_frees_its_claim(setup, history, claims):
 
 
 def test_a_retry_keeps_the_claim_until_the_last_attempt(setup, history, claims):
-    """case 35: `self.retry`; no row is left."""
+    """`self.retry`; no row is left."""
     task = setup.module.retrying
     setup.start_worker()
     first = task.delay("a")
@@ -190,7 +189,7 @@ def test_a_retry_keeps_the_claim_until_the_last_attempt(setup, history, claims):
 
 
 def test_autoretry_keeps_the_claim_and_ends_it_with_the_last_failure(setup, history, claims):
-    """case 35: `autoretry_for` with backoff and jitter; no row is left."""
+    """`autoretry_for` with backoff and jitter; no row is left."""
     task = setup.module.autoretrying
     setup.start_worker()
     first = task.delay("a")
@@ -211,7 +210,7 @@ def test_a_retry_with_other_arguments_takes_their_claim_and_gives_its_own_back(s
 
 
 def test_a_retry_after_its_claim_went_to_another_runs_too(setup, history, claims):
-    """case 41: a second was queued after the first had started; both run, one after the other."""
+    """A second was queued after the first had started; both run, one after the other."""
     task = setup.module.retrying_after_start
     setup.start_worker(concurrency=2)
     first = task.delay("a", "go")
@@ -367,7 +366,7 @@ def test_a_task_whose_claim_is_not_its_own_by_now_runs_and_takes_nothing_from_th
 
 
 def test_a_producer_without_the_code_gives_keys_and_the_worker_runs_the_task_under_those(setup, history, claims):
-    """case 21: an application that has none of these tasks, and keys that the task's own templates would not make."""
+    """An application that has none of these tasks, and keys that the task's own templates would not make."""
     producer = Celery("elsewhere", broker=setup.broker.url, set_as_current=False)
     producer.conf.update(task_default_queue=setup.broker.queue, syncguard_dsn=setup.dsn)
     keys = {"dedup_key": "their claim", "lock_key": "their lock", "run_once": "their run"}
@@ -494,7 +493,7 @@ def test_a_message_that_was_sent_by_name_is_claimed_while_it_runs(setup, history
 
 
 def test_a_duplicate_step_of_a_chain_is_sent_and_its_parent_stays_a_success(setup, history, claims):
-    """case 77, in the middle: the chain goes on, and nothing waits for ever."""
+    """In the middle: the chain goes on, and nothing waits for ever."""
     module = setup.module
     setup.start_worker(concurrency=3)
     module.work.delay("a", "go")
@@ -594,7 +593,7 @@ def test_what_beat_sends_is_deduplicated(celery_setup, broker, pg_dsn, history, 
 
 
 def test_the_tail_of_a_refused_chain_is_not_run_and_the_first_ones_is(setup, history, claims):
-    """case 77, at the head."""
+    """At the head."""
     module = setup.module
     first = chain(module.work.si("a"), module.plain.si("first")).apply_async()
     with pytest.raises(DuplicateTask):
@@ -606,7 +605,7 @@ def test_the_tail_of_a_refused_chain_is_not_run_and_the_first_ones_is(setup, his
 
 @pytest.mark.both_brokers
 def test_a_message_with_an_eta_holds_its_claim_but_no_lock(setup, history, claims):
-    """case 38: one in an hour, and others under its lock."""
+    """One in an hour, and others under its lock."""
     task = setup.module.locked
     setup.start_worker(concurrency=4)
     later = task.apply_async(("a",), countdown=3600)
@@ -622,7 +621,7 @@ def test_a_message_with_an_eta_holds_its_claim_but_no_lock(setup, history, claim
 def test_twelve_that_publish_and_run_the_same_work_leave_no_error_in_the_servers_log(
     celery_setup, broker, second_queue, private_pg, private_dsn, private_app_dsn, pg_dsn, history
 ):
-    """case 38: three workers with four children each, one lock, one claim, and one that waits for its hour."""
+    """Three workers with four children each, one lock, one claim, and one that waits for its hour."""
     setup = celery_setup(MODULE, dsn=private_app_dsn, history_dsn=pg_dsn)
     module = setup.module
     later = module.hot.apply_async(("a",), dedup_key="in an hour", countdown=3600)

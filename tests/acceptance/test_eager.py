@@ -111,7 +111,7 @@ def test_an_eager_process_and_a_worker_exclude_each_other(setup, history, pg_dsn
 
 @pytest.mark.parametrize("pool", ["threads", "solo"])
 def test_memory_needs_no_postgresql(celery_setup, broker, pool):
-    """case 83. Eagerly, and in a worker that is one process; the plain task is the negative control."""
+    """Eagerly, and in a worker that is one process; the plain task is the negative control."""
     nowhere = {"PGHOST": "127.0.0.1", "PGPORT": "1"}
     setup = celery_setup(MODULE, dsn="memory://", environment=nowhere)
     assert setup.module.timed.apply(("a", 0)).get()[2] < setup.module.timed.apply(("a", 0)).get()[2]

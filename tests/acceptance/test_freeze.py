@@ -25,7 +25,7 @@ def guard(pg_dsn):
 
 
 def test_a_killed_group_frees_its_lock_at_the_ttl(celery_setup, broker, pg_dsn, history, guard):
-    """case 1, the whole group: nobody is left to free anything, so the ttl does."""
+    """The whole group: nobody is left to free anything, so the ttl does."""
     setup = celery_setup(APP)
     worker = setup.start_worker(concurrency=1)
     setup.module.hold.delay("a", "never")
@@ -60,7 +60,7 @@ REDELIVERED = {"task_acks_late": True, "broker_transport_options": {"visibility_
 
 
 def test_when_the_main_process_alone_is_killed_the_key_is_free_at_the_ttl(celery_setup, broker, pg_dsn, history, guard):
-    """case 1, the main process: Celery's children die with it, and nobody is left who would see them off."""
+    """The main process: Celery's children die with it, and nobody is left who would see them off."""
     setup = celery_setup(APP, conf=REDELIVERED)
     result, first, children, successor = start_and_kill_the_main_process(setup, history)
     poll(lambda: not any(psutil.pid_exists(pid) for pid in children))
@@ -81,7 +81,7 @@ def test_when_the_main_process_alone_is_killed_the_key_is_free_at_the_ttl(celery
 def test_an_orphan_keeps_its_lock_and_the_message_that_comes_again_waits_for_it(
     celery_setup, broker, pg_dsn, history, guard, end
 ):
-    """case 1, the main process alone, where its children outlive it. The plain task beside them is the negative control:
+    """The main process alone, where its children outlive it. The plain task beside them is the negative control:
     its orphan and its copy overlap."""
     setup = celery_setup(APP, conf=REDELIVERED)
     result, first, _, successor = start_and_kill_the_main_process(setup, history, SYNCGUARD_TEST_ORPHANS="1")
@@ -120,7 +120,7 @@ def freeze_until_taken_over(setup, worker, history, guard, task):
     poll(lambda: gate.is_open("in-a"))
     worker.freeze()
     try:
-        # Its sockets stay open, and its lock is free all the same (case 89).
+        # Its sockets stay open, and its lock is free all the same.
         successor = poll(lambda: guard.try_acquire("a"), timeout=10)
         assert successor.fence > start.fence
         history.record("start", key="a")
@@ -135,7 +135,7 @@ def freeze_until_taken_over(setup, worker, history, guard, task):
     indirect=["broker"],
 )
 def test_a_thawed_body_is_told_at_once_and_can_do_no_harm(celery_setup, broker, pg_dsn, history, guard, pool):
-    """case 89, case 11: frozen beyond its ttl, then alive again."""
+    """Frozen beyond its ttl, then alive again."""
     setup = celery_setup(APP)
     worker = setup.start_worker(pool=pool)
     successor = freeze_until_taken_over(setup, worker, history, guard, setup.module.hold)

@@ -60,7 +60,6 @@ def runs_as_its_readme_says():
 
 
 def test_devices_with_wrong_clocks_agree_through_edits_deletes_and_a_purge(example):
-    """case 96"""
     example.create_tables()
     owner, other = str(uuid.uuid4()), str(uuid.uuid4())
     example.create_owner(owner)

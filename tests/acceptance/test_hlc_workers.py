@@ -45,7 +45,6 @@ def stamps_of_a_chain(setup: Any, history: Any, *, steps: int, **options: Any) -
 
 @pytest.mark.smoke
 def test_stamps_strictly_increase_in_a_chain_of_50_over_4_workers_an_hour_apart(celery_setup, broker, pg_dsn, history):
-    """case 96"""
     setup = celery_setup(MODULE)
     recorded = stamps_of_a_chain(setup, history, steps=50, pool="solo", concurrency=1)
     stamps = [one["stamp"] for one in recorded]

@@ -29,7 +29,7 @@ def take_away(guard, key):
 
 @POOLS
 def test_a_body_whose_lease_is_lost_is_interrupted_in_every_pool(celery_setup, broker, pg_dsn, history, guard, pool):
-    """case 24: under gevent a call that holds up the hub for longer than the ttl loses the lease, and is told so."""
+    """Under gevent a call that holds up the hub for longer than the ttl loses the lease, and is told so."""
     setup = celery_setup(APP)
     setup.start_worker(pool=pool)
 

@@ -12,7 +12,7 @@ MODULE = "tests.acceptance.apps.locks_bodies"
 
 
 def test_what_ends_a_task_from_outside_ends_its_lock_and_its_claim(celery_setup, broker, pg_dsn, history):
-    """case 4, case 5, case 40. The ttls are a minute and an hour, so nothing here is free because it expired."""
+    """The ttls are a minute and an hour, so nothing here is free because it expired."""
     setup = celery_setup(MODULE)
     work = setup.module.work_deduplicated
     expired = work.apply_async(["expired"], expires=1)
@@ -63,7 +63,7 @@ def test_what_ends_a_task_from_outside_ends_its_lock_and_its_claim(celery_setup,
 
 
 def test_after_an_exception_nothing_is_left_in_pg_locks(celery_setup, broker, pg_dsn, history):
-    """case 32. The plain task, with a lock of its connection, is the negative control."""
+    """The plain task, with a lock of its connection, is the negative control."""
     setup = celery_setup(MODULE)
     setup.start_worker(concurrency=1)
     with psycopg.connect(pg_dsn, autocommit=True) as connection:
@@ -90,7 +90,7 @@ def test_after_an_exception_nothing_is_left_in_pg_locks(celery_setup, broker, pg
 def test_a_hard_limit_frees_the_lock_although_no_hook_runs_in_the_process_that_held_it(
     celery_setup, broker, pg_dsn, history
 ):
-    """case 94. The soft limit is the control: there the hooks run in the child."""
+    """The soft limit is the control: there the hooks run in the child."""
     setup = celery_setup(MODULE)
     setup.start_worker(concurrency=2)
     hard = setup.module.work_with_hooks.apply_async(["hard", "never"], time_limit=2)
@@ -125,7 +125,7 @@ def test_a_soft_limit_also_ends_the_wait_for_a_lock(celery_setup, broker, pg_dsn
 def test_what_was_purged_or_revoked_while_no_worker_ran_blocks_nobody_for_longer_than_its_claim(
     celery_setup, broker, pg_dsn, history
 ):
-    """case 5, with all workers down."""
+    """With all workers down."""
     setup = celery_setup(MODULE)
     work = setup.module.work_deduplicated_briefly
     purged = work.delay("purged")
@@ -151,7 +151,7 @@ def test_what_was_purged_or_revoked_while_no_worker_ran_blocks_nobody_for_longer
 def test_what_was_revoked_or_expired_before_its_start_leaves_nothing_in_a_pool_without_processes(
     celery_setup, broker, pg_dsn, history, pool
 ):
-    """case 5, case 40. Both are scheduled, so that a worker has them when they end, and RabbitMQ does not drop one."""
+    """Both are scheduled, so that a worker has them when they end, and RabbitMQ does not drop one."""
     setup = celery_setup(MODULE)
     setup.start_worker(pool=pool, concurrency=2)
     work = setup.module.work_deduplicated

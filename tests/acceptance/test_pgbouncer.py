@@ -1,4 +1,4 @@
-"""Behind pgbouncer in transaction mode with two server connections, everything is as it is without (case 87)."""
+"""Behind pgbouncer in transaction mode with two server connections, everything is as it is without."""
 
 import time
 

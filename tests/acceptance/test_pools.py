@@ -66,7 +66,7 @@ class Watch:
 def test_connections_are_two_per_process_at_most_and_none_when_idle(
     celery_setup, broker, pg_dsn, pool, concurrency, count, processes
 ):
-    """case 85, and threads: no lease has one of its own."""
+    """And threads: no lease has one of its own."""
     conf = {"worker_prefetch_multiplier": 4, "redis_max_connections": 1200}
     if (broker.kind, pool) == ("rabbitmq", "gevent"):
         # With heartbeats, after each message Celery's loop for greenlets waits a tenth of a second for the connection of
@@ -93,7 +93,7 @@ def test_connections_are_two_per_process_at_most_and_none_when_idle(
 def test_eight_children_of_a_connected_parent_have_sessions_of_their_own(
     celery_setup, broker, pg_dsn, app_dsn, app_tls_proxy, history
 ):
-    """case 84, over TLS: the parent took a lock and opened a connection before it forked."""
+    """Over TLS: the parent took a lock and opened a connection before it forked."""
     dsn = app_tls_proxy.dsn(app_dsn) + "?sslmode=require"
     environment = {"SYNCGUARD_TEST_PARENT_DSN": dsn, "SYNCGUARD_TEST_NODE": "worker"}
     setup = celery_setup(APP, dsn=dsn, environment={"SYNCGUARD_TEST_NODE": "test"})
@@ -140,7 +140,7 @@ def test_leases_held_at_once_in_a_pool_of_threads_have_no_threads_of_their_own(c
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_memory_and_threads_stay_flat_over_very_many_tasks_half_of_which_fail():
-    """case 97: nothing keeps a request, an exception or a lease. A program of its own, since memory is a process's."""
+    """Nothing keeps a request, an exception or a lease. A program of its own, since memory is a process's."""
     count = soak.rounds(20_000, soak=100_000)
     command = [sys.executable, "-m", "tests.acceptance.apps.pools_many", str(count)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
@@ -169,7 +169,7 @@ def test_memory_and_threads_stay_flat_over_very_many_tasks_half_of_which_fail():
 def test_a_workers_processes_stay_flat_over_thousands_of_tasks_half_of_which_fail(
     celery_setup, broker, pg_dsn, pool, concurrency, batch
 ):
-    """case 97, in a real worker: its main process and its child."""
+    """In a real worker: its main process and its child."""
     conf = {"worker_prefetch_multiplier": 50 if pool == "prefork" else 4}
     if (broker.kind, pool) == ("rabbitmq", "gevent"):
         conf["broker_heartbeat"] = 0  # see above
@@ -202,7 +202,6 @@ def test_a_workers_processes_stay_flat_over_thousands_of_tasks_half_of_which_fai
 
 
 def test_a_thousand_waiters_for_one_key_cost_the_database_no_more_than_one(app_dsn, app_proxy):
-    """case 91."""
     with SyncGuard(app_proxy.dsn(app_dsn)) as guard:
         with guard.hold("a"):
             threads = [threading.Thread(target=wait_for, args=(guard, "a")) for _ in range(1000)]

@@ -32,7 +32,6 @@ def publish_copies(task, count, *args):
 @pytest.mark.both_brokers
 @pytest.mark.smoke
 def test_four_workers_that_get_the_same_message_four_times_run_one_body(celery_setup, broker, pg_dsn, history):
-    """case 14, case 20"""
     setup = celery_setup(MODULE)
     for _ in range(4):
         setup.start_worker(pool="solo", concurrency=1, wait=False)
@@ -97,7 +96,7 @@ def test_a_copy_of_an_earlier_attempt_neither_runs_nor_hides_the_later_one(celer
 
 @pytest.mark.both_brokers
 def test_when_the_first_dies_with_its_worker_the_copy_runs(celery_setup, broker, pg_dsn, history):
-    """case 14, case 88. The message of the first is acknowledged: only the copy is left."""
+    """The message of the first is acknowledged: only the copy is left."""
     setup = celery_setup(MODULE)
     victim = setup.start_worker(concurrency=1)
     result = publish_copies(setup.module.work_briefly_leased, 1, "a", "go")
@@ -121,7 +120,6 @@ def test_when_the_first_dies_with_its_worker_the_copy_runs(celery_setup, broker,
 def test_what_the_broker_delivers_again_after_a_kill_runs_when_the_dead_lease_is_over(
     celery_setup, broker, pg_dsn, history
 ):
-    """case 14, case 88"""
     setup = celery_setup(MODULE, conf={"broker_transport_options": {"visibility_timeout": 1}})
     victim = setup.start_worker(concurrency=1)
     result = setup.module.work_late_briefly_leased.delay("a", "go")
@@ -140,7 +138,7 @@ def test_what_the_broker_delivers_again_after_a_kill_runs_when_the_dead_lease_is
 
 @pytest.mark.both_brokers
 def test_what_is_done_is_answered_with_its_first_result(celery_setup, broker, pg_dsn, history):
-    """case 16. The copy arrives when everything about the first run is over."""
+    """The copy arrives when everything about the first run is over."""
     setup = celery_setup(MODULE)
     worker = setup.start_worker()
     task = setup.module.work_once
@@ -155,7 +153,6 @@ def test_what_is_done_is_answered_with_its_first_result(celery_setup, broker, pg
 
 @pytest.mark.both_brokers
 def test_messages_from_producers_without_our_code_are_locked_by_the_worker(celery_setup, broker, pg_dsn, history):
-    """case 20, case 21"""
     setup = celery_setup(MODULE)
     worker = setup.start_worker()
     producer = Celery("elsewhere", broker=broker.url, backend=broker.result_backend, set_as_current=False)
@@ -187,7 +184,6 @@ def expect_one_body_and_two_of_the_twin(setup, history, locked):
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
 def test_a_body_longer_than_the_visibility_timeout_runs_once(celery_setup, broker, pg_dsn, history):
-    """case 14"""
     setup = celery_setup(MODULE, conf={"broker_transport_options": {"visibility_timeout": 1}})
     setup.start_worker(concurrency=2)
     locked, begun = start_with_twin(setup, history)
@@ -200,7 +196,6 @@ def test_a_body_longer_than_the_visibility_timeout_runs_once(celery_setup, broke
 @pytest.mark.both_brokers
 @pytest.mark.parametrize("private_broker", ["rabbitmq"], indirect=True)
 def test_a_restarted_broker_delivers_again_and_the_body_runs_once(celery_setup, private_broker, pg_dsn, history):
-    """case 17"""
     setup = celery_setup(MODULE, broker=private_broker)
     setup.start_worker(concurrency=4)
     locked, _ = start_with_twin(setup, history)

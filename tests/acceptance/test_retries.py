@@ -26,7 +26,6 @@ NOTHING = {"locks": 0, "claims": 0, "deaths": 0}
 @pytest.mark.both_brokers
 @pytest.mark.smoke
 def test_every_kind_of_retry_runs_to_its_end_and_leaves_nothing_behind(celery_setup, broker, pg_dsn, history):
-    """case 34, case 35"""
     setup = celery_setup(MODULE)
     setup.start_worker(concurrency=4)
     tasks = setup.module
@@ -75,7 +74,6 @@ def test_what_comes_again_runs_though_its_key_is_held_on_to_for_others(celery_se
 def test_an_attempt_that_was_published_before_the_first_ended_runs_after_it(
     celery_setup, broker, pg_dsn, history, patience
 ):
-    """case 34"""
     setup = celery_setup(MODULE)
     worker = setup.start_worker(concurrency=2)
     result = setup.module.retry_early.delay("a", "go")

@@ -44,7 +44,7 @@ def setup(celery_setup, broker, pg_dsn, history):
 @pytest.mark.both_brokers
 @pytest.mark.smoke
 def test_a_task_that_is_delivered_again_after_its_end_is_answered(setup, history):
-    """case 16: with the first run's result, state SUCCESS, and a signal."""
+    """With the first run's result, state SUCCESS, and a signal."""
     work = setup.module.work
     worker = setup.start_worker()
     result = work.delay("a")
@@ -149,7 +149,7 @@ def test_what_follows_an_answered_task_is_sent_again_since_it_may_never_have_bee
 def test_a_broker_that_restarts_in_mid_task_delivers_again_and_nothing_runs_twice(
     private_broker, celery_setup, pg_dsn, history
 ):
-    """case 17, and its negative control: the plain task runs again."""
+    """And its negative control: the plain task runs again."""
     setup = celery_setup(MODULE, broker=private_broker, conf=REDELIVERED)
     setup.start_worker(concurrency=4)
     setup.module.work.delay("once", "go")

@@ -1,4 +1,4 @@
-"""Shutting a worker down: renewal goes on until the last body ended, then everything is released (case 93)."""
+"""Shutting a worker down: renewal goes on until the last body ended, then everything is released."""
 
 import itertools
 import signal

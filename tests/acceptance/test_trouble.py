@@ -66,7 +66,7 @@ def test_backends_terminated_every_second_lose_no_lease(start, broker, record, p
 
 
 def test_a_restart_during_a_run_is_survived(start, record, private_pg, guard):
-    """case 33: rows outlive the server's restart, unlike session locks."""
+    """Rows outlive the server's restart, unlike session locks."""
     setup, _ = start()
     result = setup.module.quick.apply_async(("a",), {"seconds": 6.0}, lock_ttl=6)
     record.wait_for("start", key="a")
@@ -80,7 +80,7 @@ def test_a_restart_during_a_run_is_survived(start, record, private_pg, guard):
 
 @pytest.mark.slow
 def test_an_outage_longer_than_the_ttl_tells_the_holder_before_anybody_else_runs(start, record, private_pg, guard):
-    """case 33: ten seconds without a server; the work that waits comes back by itself."""
+    """Ten seconds without a server; the work that waits comes back by itself."""
     setup, worker = start()
     holder = setup.module.hold.delay("a", "go")
     record.wait_for("start", key="a")
@@ -176,7 +176,7 @@ def fill(server, dsn, slots):
 def test_a_holder_cut_off_without_a_word_blocks_for_its_ttl_only(
     celery_setup, broker, pg_dsn, app_dsn, app_proxy, history
 ):
-    """case 88: packets vanish, the connection stays open on both ends, and no FIN is ever seen."""
+    """Packets vanish, the connection stays open on both ends, and no FIN is ever seen."""
     setup = celery_setup(APP, dsn=app_proxy.dsn(app_dsn), conf={"syncguard_timeout": 1.0})
     setup.start_worker()
     setup.module.hold.delay("a", "go")
@@ -198,7 +198,7 @@ def test_a_holder_cut_off_without_a_word_blocks_for_its_ttl_only(
 def test_a_client_that_vanishes_while_its_acquire_runs_blocks_for_its_ttl_and_never_runs_on_that_grant(
     celery_setup, broker, pg_dsn, app_dsn, app_proxy, history
 ):
-    """case 88, while a statement is still running: the server grants what nobody hears of in time."""
+    """While a statement is still running: the server grants what nobody hears of in time."""
     setup = celery_setup(APP, dsn=app_proxy.dsn(app_dsn), conf={"syncguard_timeout": 1.0})
     setup.start_worker(concurrency=1)
     fence = setup.module.quick.delay("a").get(timeout=30)

@@ -28,7 +28,7 @@ def ticks(*arguments, **environment):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("inside", TICKS)
 def test_memory_stays_flat_over_many_ticks_with_changes_of_the_schedule(inside):
-    """case 67: less than one object for five ticks; in a soak, for thirty."""
+    """Less than one object for five ticks; in a soak, for thirty."""
     seen, log = ticks("memory", inside, TICKS[inside])
     print(seen)
     assert "Traceback" not in log
@@ -43,7 +43,7 @@ def test_memory_stays_flat_over_many_ticks_with_changes_of_the_schedule(inside):
 
 
 def test_a_host_whose_clock_is_behind_sends_the_entries_of_django_celery_beat_in_time():
-    """case 52: their own class judges by the host's clock, which falls behind the database's by half a second a tick."""
+    """Their own class judges by the host's clock, which falls behind the database's by half a second a tick."""
     seen, _ = ticks("memory", "django", 400)
     assert seen["runs"]["a"] > 0.45 * 400
 
@@ -52,7 +52,7 @@ def test_a_host_whose_clock_is_behind_sends_the_entries_of_django_celery_beat_in
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_edit_in_the_very_tick_that_sends_is_never_lost_nor_is_a_slot_sent_twice(pg_dsn):
-    """case 60: many rounds, in each of them an edit between claim and mark, and another while the row is written."""
+    """Many rounds, in each of them an edit between claim and mark, and another while the row is written."""
     rounds = soak.rounds(200, soak=1000)
     seen, log = ticks("edits", rounds, "locked", SYNCGUARD_DSN=pg_dsn)
     assert seen["lost"] == {"args": 0, "description": 0}
@@ -69,7 +69,7 @@ def test_without_the_lock_of_its_row_an_edit_is_lost_while_the_row_is_written(pg
 
 
 def test_what_the_database_did_not_take_is_written_the_next_time(pg_dsn):
-    """case 62: a one-off entry whose row never says that it ran would run again."""
+    """A one-off entry whose row never says that it ran would run again."""
     seen, log = ticks("cuts", 10, "kept", SYNCGUARD_DSN=pg_dsn)
     assert seen == {"cuts": 10, "not written": 0}
     assert "could not write back its schedule" in log
@@ -83,7 +83,7 @@ def test_without_our_way_of_writing_it_is_forgotten(pg_dsn):
 
 
 def test_an_edit_that_was_seen_and_could_not_be_read_is_read_the_next_time(pg_dsn):
-    """case 58, case 62: within the interval, though the connection ends in the middle of the read."""
+    """Within the interval, though the connection ends in the middle of the read."""
     seen, log = ticks("reads", 5, "kept", SYNCGUARD_DSN=pg_dsn)
     assert seen == {"cuts": 5, "never seen": 0}
     assert "Traceback" not in log

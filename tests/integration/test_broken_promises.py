@@ -57,7 +57,7 @@ def keyed(app):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_key_is_never_made_from_an_address_in_memory(keyed, nested):
-    """case 71: such a key is another in each process, so it would lock nothing."""
+    """Such a key is another in each process, so it would lock nothing."""
 
     class Invoice:
         pass
@@ -74,7 +74,6 @@ def test_a_key_is_never_made_from_an_address_in_memory(keyed, nested):
 
 
 def test_equal_dicts_make_one_key_whatever_their_order_and_before_and_after_json(keyed):
-    """case 73"""
     one, other = {"a": {"x": 1, "y": 2}, "b": 2, 3: None}, {3: None, "b": 2, "a": {"y": 2, "x": 1}}
     assert key_of(keyed, one) == key_of(keyed, other) == key_of(keyed, json.loads(json.dumps(one)))
     assert key_of(keyed, {"a": 1}) != key_of(keyed, {"a": 2})

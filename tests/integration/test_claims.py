@@ -114,7 +114,7 @@ def race(make, *, processes, rounds):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_of_fifty_processes_that_publish_at_once_one_publishes_and_all_learn_its_id(pg_dsn, broker):
-    """cases 28, 29: each round is a barrier; the queue holds one message per round."""
+    """Each round is a barrier; the queue holds one message per round."""
     rounds = soak.rounds(100, soak=1000)
     answers = race(lambda: make_producer(pg_dsn, broker.url, broker.queue), processes=50, rounds=rounds)
     for one in answers:
@@ -217,7 +217,7 @@ def test_the_next_delivery_of_a_dead_task_keeps_its_claim(store):
 
 
 def test_a_task_that_waits_for_its_next_attempt_keeps_its_claim(store):
-    """cases 35, 41: between two attempts it holds no lock, and others may."""
+    """Between two attempts it holds no lock, and others may."""
     store.claim("c", task_id="t", ttl=3600)
     lock_id, _ = _run(store, "k", "t")
     store.release(Release(key="k", lock_id=lock_id, task_id="t"))
@@ -250,7 +250,7 @@ def counted(pg_server, pg_dsn):
 
 
 def test_a_publish_costs_two_round_trips_with_dedup_and_none_without(counted):
-    """case 7: and no broadcast to workers, of which there are none here."""
+    """And no broadcast to workers, of which there are none here."""
     app, cost = counted
     numbers = iter(range(100))
     deduplicated = app.task(base=LockedTask, shared=False, name="a", dedup_key="{n}")(body)

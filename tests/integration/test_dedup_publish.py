@@ -88,7 +88,7 @@ def producer(pg_dsn):
 
 
 def test_the_second_publish_gets_the_first_tasks_result_and_is_not_queued(producer):
-    """case 80: the id of the existing task; also with ignore_result."""
+    """The id of the existing task; also with ignore_result."""
     task = producer.task(ignore_result=True)
     first = task.delay(1)
     second = task.delay(1)
@@ -108,7 +108,6 @@ def test_without_a_dedup_key_both_are_queued(producer):
 
 
 def test_raise_tells_task_id_key_holder_and_age(producer):
-    """case 43."""
     task = producer.task(dedup_on_duplicate="raise")
     first = task.delay(1)
     with pytest.raises(DuplicateTask, match=first.id) as caught:
@@ -175,7 +174,7 @@ _NOON = datetime.datetime(2026, 1, 2, 12, 0, 0, 123456, tzinfo=datetime.timezone
     ids=["forms", "tuple", "uuid", "enum", "decimal", "datetime", "nested", "nan", "bytes", "date"],
 )  # fmt: skip
 def test_equal_work_has_one_key_whatever_form_the_call_has(producer, calls):
-    """cases 69, 72, 73: positional, keyword and default forms; tuples, UUIDs, Decimals, datetimes, Enums."""
+    """Positional, keyword and default forms; tuples, UUIDs, Decimals, datetimes, Enums."""
 
     def bound(self, a, b=2):
         """Not called."""
@@ -200,7 +199,6 @@ def test_different_work_has_different_keys(producer, pair):
 
 @pytest.mark.parametrize("argument", [object(), enum.Enum("Plain", "RED").RED, {1: {object()}}])
 def test_what_the_serializer_refuses_is_refused_with_its_error_before_anything_is_claimed(producer, argument):
-    """case 69."""
     task = producer.task(two_arguments, dedup_key=True)
     with pytest.raises(kombu.exceptions.EncodeError):
         task.delay(argument)
@@ -215,7 +213,7 @@ def test_an_argument_that_only_pickle_can_carry_needs_a_key_of_the_users(produce
 
 
 def test_the_tasks_own_address_is_no_part_of_the_key(producer):
-    """case 71: bound tasks and tasks that are classes."""
+    """Bound tasks and tasks that are classes."""
 
     class Import(LockedTask):
         name = "import"
@@ -233,7 +231,6 @@ def test_the_tasks_own_address_is_no_part_of_the_key(producer):
 
 
 def test_a_key_may_be_the_name_alone(producer):
-    """case 72."""
     task = producer.task(dedup_key="import")
     assert task.delay(1).id == task.delay(2).id
 
@@ -243,7 +240,7 @@ def test_a_key_may_be_the_name_alone(producer):
 
 @pytest.mark.parametrize("scheme", ["redis", "amqp"])
 def test_a_publish_that_fails_frees_its_claim(producer, scheme):
-    """case 13: no broker."""
+    """No broker."""
     producer.app.conf.broker_transport_options = {"max_retries": 1, "interval_start": 0, "interval_step": 0}
     task = producer.task()
     with (
@@ -274,7 +271,7 @@ def _run_producer(dsn, text):
 
 @pytest.mark.slow
 def test_a_producer_that_dies_between_claim_and_publish_costs_seconds(producer):
-    """case 13: `os._exit` in a patched `send_task`."""
+    """`os._exit` in a patched `send_task`."""
     task = producer.task()
     assert _run_producer(producer.dsn, "app.send_task = lambda *a, **k: os._exit(9)\nwork.delay(1)\n") == 9
     assert 0 < producer.claims()["1"][1] <= 10
@@ -326,7 +323,7 @@ def test_a_confirmation_that_fails_is_repeated(pg_proxy, pg_dsn):
 
 
 def test_a_claim_is_not_longer_than_its_message(producer):
-    """case 40: expires; and an eta comes on top."""
+    """Expires; and an eta comes on top."""
     task = producer.task()
     task.apply_async((1,), expires=5)
     task.apply_async((2,), expires=datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=50))
@@ -369,7 +366,6 @@ def test_nothing_is_sent_when_the_claim_cannot_be_asked_for(producer):
 
 
 def test_a_second_chain_with_the_same_head_is_refused_before_anything_is_sent(producer):
-    """case 77."""
     head, tail = producer.task(name="head"), producer.task(name="tail", dedup_key=None, lock_key=None)
     first = chain(head.si(42), tail.si(1)).apply_async()
     with pytest.raises(DuplicateTask) as caught:
@@ -637,7 +633,6 @@ def test_a_call_that_would_wait_for_its_own_caller_frees_its_claim(producer):
 
 
 def test_threads_that_publish_the_same_work_get_one_task(producer):
-    """case 29."""
     task = producer.task()
     with ThreadPoolExecutor(16) as pool:
         for n in range(50):
@@ -648,7 +643,6 @@ def test_threads_that_publish_the_same_work_get_one_task(producer):
 
 
 def test_a_result_backend_is_not_needed(pg_dsn):
-    """case 80."""
     producer = Producer(pg_dsn)
     producer.app.conf.result_backend = None
     task = producer.task()

@@ -196,7 +196,7 @@ def test_an_eager_retry_gets_its_lock_again(app):
 
 
 def test_memory_needs_no_postgresql_and_no_broker():
-    """case 83: a team can see its locks work in eager mode, without a server and without the driver."""
+    """A team can see its locks work in eager mode, without a server and without the driver."""
     program = """
 import sys
 from celery import Celery

@@ -301,7 +301,7 @@ def test_what_names_the_holder_may_be_any_text(guard: SyncGuard) -> None:
 def test_a_wrong_wall_clock_of_a_client_changes_nothing(
     skew: int, pg_dsn: str, guard: SyncGuard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """case 96: one worker is an hour wrong; leases last by the server's clock, deadlines by one that nobody sets."""
+    """One worker is an hour wrong; leases last by the server's clock, deadlines by one that nobody sets."""
     with SyncGuard(pg_dsn) as skewed:
         real = clock.wall_ms
         monkeypatch.setattr(clock, "wall_ms", lambda: real() + skew * 1000)

@@ -67,7 +67,7 @@ print(codes)
 def test_children_of_a_process_with_a_lease_and_open_connections_work_at_once(
     transport: str, pg_dsn: str, tls_proxy: Proxy
 ) -> None:
-    """case 84: over TLS a shared connection would be noticed at the first byte."""
+    """Over TLS a shared connection would be noticed at the first byte."""
     dsn = pg_dsn if transport == "plain" else tls_proxy.dsn(pg_dsn) + "?sslmode=require"
     done = subprocess.run([sys.executable, "-c", _PROGRAM, dsn], capture_output=True, text=True, timeout=90)
     assert done.stdout == f"{[0] * 8}\n", done.stderr

@@ -108,7 +108,6 @@ def test_whoever_does_not_get_the_lock_in_time_is_told_who_holds_it(guard: SyncG
 
 
 def test_a_dead_holder_is_followed_soon_after_its_ttl(guard: SyncGuard) -> None:
-    """case 1"""
     with hold_elsewhere(guard, "k", ttl=1.0):
         expires_at = clock.now() + 1.0
         late = wait_for(guard, "k") - expires_at

@@ -31,7 +31,6 @@ def guard(app):
 
 
 def test_a_task_that_ends_sooner_leaves_its_key_taken_until_min_hold_is_over(app, guard):
-    """case 81"""
 
     @app.task(base=LockedTask, bind=True, shared=False, lock_key="k", lock_min_hold=1.5, lock_on_held="skip")
     def f(self):

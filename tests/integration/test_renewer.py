@@ -63,7 +63,6 @@ def rival(guard: SyncGuard, key: str = "k") -> Any:
 
 
 def test_a_lease_outlives_its_ttl_by_far(guard: SyncGuard) -> None:
-    """case 23"""
     lease = acquire(guard, ttl=2.0)
     renewed = renewals(lease)
     poll(lambda: renewed() >= 5)
@@ -83,7 +82,6 @@ def test_without_the_renewer_the_same_lease_is_taken_over(guard: SyncGuard) -> N
 def test_renewing_survives_a_backend_that_is_terminated_five_times_a_second(
     pg_dsn: str, pg_server: Any, guard: SyncGuard
 ) -> None:
-    """case 23"""
     lost = losses(guard)
     lease = acquire(guard, ttl=3.0)
     renewed = renewals(lease)
@@ -139,7 +137,7 @@ def quietly(call: Callable[[], bool]) -> bool:
 
 
 def test_a_lease_survives_an_outage_of_five_seconds(pg_dsn: str, pg_proxy: Proxy) -> None:
-    """case 23: nobody can connect, from before a renewal is due until long after."""
+    """Nobody can connect, from before a renewal is due until long after."""
     with SyncGuard(pg_proxy.dsn(pg_dsn)) as guard:
         lost = losses(guard)
         lease = acquire(guard, ttl=9.0)
@@ -172,7 +170,6 @@ def test_a_renewal_that_was_not_answered_never_moves_the_deadline(pg_dsn: str, p
 
 
 def test_a_loss_is_reported_when_the_deadline_passes_although_the_renewal_hangs(pg_dsn: str, pg_proxy: Proxy) -> None:
-    """case 23, case 33"""
     with SyncGuard(pg_proxy.dsn(pg_dsn), timeout=60) as guard:
         lost = losses(guard)
         lease = acquire(guard, ttl=1.5)
@@ -204,7 +201,6 @@ def test_without_the_watchdog_a_hanging_renewal_would_hide_the_loss(pg_dsn: str,
 def test_the_holder_is_told_before_another_can_begin_when_the_server_is_gone_for_long(
     private_pg: Any, private_dsn: str
 ) -> None:
-    """case 33"""
     with SyncGuard(private_dsn) as guard:
         lost = losses(guard)
         lease = acquire(guard, ttl=2.0)
@@ -270,7 +266,6 @@ def test_a_frozen_process_knows_that_its_lease_is_lost_as_soon_as_it_wakes(pg_ds
 
 
 def test_a_killed_process_blocks_others_for_its_ttl_and_no_longer(pg_dsn: str, guard: SyncGuard) -> None:
-    """case 1"""
     process = subprocess.Popen(
         [sys.executable, "-c", _SLEEPER, pg_dsn], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -61,7 +61,6 @@ def test_a_slot_is_claimed_and_sent_once(guard, slots):
 
 
 def test_the_next_leader_finds_and_sends_what_was_claimed_and_not_sent(guard, slots):
-    """case 52"""
     first = elect(guard)
     slots.enter(first, {"a": TEXT})
     slot = Slot("a", DUE)
@@ -76,7 +75,6 @@ def test_the_next_leader_finds_and_sends_what_was_claimed_and_not_sent(guard, sl
 
 
 def test_who_lost_the_lease_claims_nothing(guard, slots):
-    """case 48"""
     old = elect(guard)
     slots.enter(old, {"a": TEXT})
     oust(guard, old)
@@ -122,7 +120,7 @@ def test_an_entry_remembers_its_place_and_its_count(guard, slots):
 
 
 def test_another_schedule_begins_now_and_a_short_absence_changes_nothing(guard, slots):
-    """case 51, case 68: two schedules may alternate during a rolling deploy."""
+    """Two schedules may alternate during a rolling deploy."""
     lease = elect(guard)
     before = slots.enter(lease, {"a": TEXT, "b": TEXT}).entries
     slots.enter(lease, {"a": TEXT})
@@ -217,7 +215,6 @@ def test_two_leader_keys_share_a_database_without_sharing_anything(pg_dsn):
 
 
 def test_a_deleted_entry_row_is_written_again_by_the_next_slot(pg_dsn):
-    """case 68"""
     with SyncGuard(pg_dsn) as guard, psycopg.connect(pg_dsn, autocommit=True) as conn:
         slots = open_slots(guard.store, "beat")
         lease = elect(guard)
@@ -271,7 +268,7 @@ def test_an_entry_whose_schedule_was_changed_has_no_next_slot_until_it_is_sent(g
 
 
 def test_a_takeover_waits_for_a_claim_that_is_being_committed(pg_dsn):
-    """case 48: between the proof and the commit nobody else can be elected, so no slot is claimed by two."""
+    """Between the proof and the commit nobody else can be elected, so no slot is claimed by two."""
     with SyncGuard(pg_dsn) as guard, psycopg.connect(pg_dsn) as conn:
         slots = open_slots(guard.store, "beat")
         lease = elect(guard, ttl=0.6)

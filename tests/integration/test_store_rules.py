@@ -363,7 +363,7 @@ def test_a_release_notifies_only_if_somebody_waits(store: PostgresStore, session
 
 
 def test_nothing_stays_locked_after_an_error_in_the_body(pg_dsn: str, session: Connection) -> None:
-    """case 32: no session-level lock exists that a failed unlock could leave behind."""
+    """No session-level lock exists that a failed unlock could leave behind."""
     with SyncGuard(pg_dsn) as guard:
         with pytest.raises(ZeroDivisionError), guard.hold("k"):
             1 / 0
@@ -469,7 +469,6 @@ def test_locks_and_fences_survive_the_sudden_death_of_the_server(private_pg: Any
 
 
 def test_two_names_with_one_advisory_number_are_two_locks(store: PostgresStore, session: Connection) -> None:
-    """case 75"""
     row = session.execute(
         "select min(k), max(k) from (select 'key:' || i as k from generate_series(1, 400000) i) t"
         " group by hashtext(k) having count(*) > 1 limit 1"
@@ -491,7 +490,7 @@ def test_two_names_with_one_advisory_number_are_two_locks(store: PostgresStore, 
 def test_a_session_that_looked_before_another_wrote_does_not_win_too(
     store: PostgresStore, session: Connection, background: ThreadPoolExecutor
 ) -> None:
-    """case 28, case 26: both have seen a free key; the one that comes second is told so."""
+    """Both have seen a free key; the one that comes second is told so."""
     with session.transaction():
         session.execute("select * from syncguard_acquire('k', 'first-lock-id', 60000)")
         assert store.locks("k") == [], "to everybody else the key still looks free"
@@ -506,7 +505,7 @@ def test_a_session_that_looked_before_another_wrote_does_not_win_too(
 def test_a_publisher_that_looked_before_another_claimed_is_told_whose_it_is(
     store: PostgresStore, session: Connection, background: ThreadPoolExecutor, before: str
 ) -> None:
-    """case 29: neither has seen a live claim; the one that comes second is not told that it is the first."""
+    """Neither has seen a live claim; the one that comes second is not told that it is the first."""
     if before != "no claim":
         session.execute("insert into syncguard_claims values ('c', 'old-task', null, 1, 2)")
     with session.transaction():
@@ -575,7 +574,7 @@ def test_a_look_at_the_completions_before_the_row_is_ours_alone_misses_one(
 def test_a_publisher_that_waited_for_one_who_gave_up_gets_the_claim(
     store: PostgresStore, session: Connection, background: ThreadPoolExecutor
 ) -> None:
-    """case 29: the other one's transaction never committed."""
+    """The other one's transaction never committed."""
     with session.transaction(force_rollback=True):
         session.execute("select * from syncguard_claim('c', 'first-task', 60000)")
         answer = background.submit(store.claim, "c", task_id="second-task", ttl=60.0)

@@ -57,7 +57,6 @@ class Colour(enum.Enum):
 
 
 def test_positional_keyword_and_default_forms_of_a_call_make_one_key(app):
-    """case 72"""
 
     @app.task(base=LockedTask, lock_key="f:{a}:{b}")
     def f(a, b=2, *, c=None):
@@ -69,7 +68,7 @@ def test_positional_keyword_and_default_forms_of_a_call_make_one_key(app):
 
 
 def test_a_key_without_arguments_is_one_lock_for_the_task(app):
-    """case 72: "name only" """
+    """ "name only" """
 
     @app.task(base=LockedTask, lock_key="nightly {{sic}}")
     def f(a):
@@ -82,7 +81,6 @@ def test_a_key_without_arguments_is_one_lock_for_the_task(app):
 
 @pytest.mark.parametrize("kind", ["bound", "unbound", "class", "class with __init__", "static run", "variadic"])
 def test_neither_self_nor_its_address_is_part_of_a_key(app, kind):
-    """case 71"""
 
     def register():
         options = {"base": LockedTask, "lock_key": "f:{a}"}
@@ -155,7 +153,7 @@ def test_neither_self_nor_its_address_is_part_of_a_key(app, kind):
 )
 @pytest.mark.parametrize("option", ["lock_key", "dedup_key"])
 def test_a_key_is_the_same_before_and_after_the_serializer(app, value, option):
-    """case 69. What a worker computes for a message without our header is what the publisher would have."""
+    """What a worker computes for a message without our header is what the publisher would have."""
     template = "{value}" if option == "lock_key" else True
 
     @app.task(base=LockedTask, bind=True, lock_key=None, **({} if option == "lock_key" else {"dedup_key": True}))
@@ -175,7 +173,6 @@ def test_a_key_is_the_same_before_and_after_the_serializer(app, value, option):
 
 
 def test_an_enum_counts_by_its_value_and_what_cannot_be_sent_is_refused_as_it_would_be(app):
-    """case 69"""
 
     @app.task(base=LockedTask, lock_key="{value}")
     def f(value):
@@ -195,7 +192,6 @@ def test_an_enum_counts_by_its_value_and_what_cannot_be_sent_is_refused_as_it_wo
 
 
 def test_dict_order_does_not_matter_and_a_body_may_change_its_arguments(app):
-    """case 73, case 35"""
     keys = []
     locked = eager(app)
 

@@ -340,7 +340,6 @@ def test_an_eager_task_that_calls_itself_under_its_own_lock_is_told_so_at_once(a
 
 @pytest.mark.parametrize("on_held", ["retry", "skip", "raise"])
 def test_eager_mode_locks_as_a_worker_does(app, guard, on_held):
-    """case 83"""
 
     @app.task(base=LockedTask, shared=False, lock_key="f", lock_on_held=on_held, lock_retry_delay=(0.01, 0.02))
     def f():
@@ -382,7 +381,6 @@ def test_eager_mode_locks_as_a_worker_does(app, guard, on_held):
 
 
 def test_a_lock_leaves_nothing_on_the_task(app, guard):
-    """case 37"""
 
     @app.task(base=LockedTask, bind=True, shared=False, lock_key="f:{n}", max_retries=1)
     def f(self, n):

@@ -611,7 +611,7 @@ def test_signals_tell_when_a_term_begins_and_ends(scheduler):
 
 
 def test_memory_stays_flat_over_many_ticks_and_terms(scheduler, monkeypatch):
-    """case 67: slots, changes of the schedule, and terms that come and go."""
+    """Slots, changes of the schedule, and terms that come and go."""
     hand = Clock(monkeypatch)
     app = make_app({"a": every(1), "b": every(7)}, syncguard_leader_ttl=3600)
     one = lead(scheduler(app))

@@ -92,7 +92,6 @@ def test_nobody_having_ever_led_is_not():
 
 
 def test_a_leader_that_cannot_send_is_not_after_some_seconds():
-    """case 63"""
     term = dataclasses.replace(TERM, failing_since=NOW - timedelta(seconds=40), failure="ConnectionError: refused")
     assert problem(LOCK, term) == "the leader cannot send, since 40.0 s: ConnectionError: refused"
     term = dataclasses.replace(term, failing_since=NOW - timedelta(seconds=4))

@@ -20,7 +20,7 @@ def test_now_is_the_clock_that_counts_suspended_time() -> None:
 
 @pytest.mark.parametrize("skew", [-3600.0, 3600.0])
 def test_deadlines_do_not_depend_on_the_wall_clock(skew: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """case 96: an hour wrong, either way, in the middle of a lease."""
+    """An hour wrong, either way, in the middle of a lease."""
     with SyncGuard("memory://") as guard:
         lease = guard.try_acquire("k", ttl=30)
         assert lease is not None
@@ -34,7 +34,6 @@ def test_deadlines_do_not_depend_on_the_wall_clock(skew: float, monkeypatch: pyt
 
 
 def test_the_fake_clock_moves_deadlines_and_puts_the_real_one_back() -> None:
-    """case 83"""
     real = clock.now
     with SyncGuard("memory://") as guard, FakeClock() as fake:
         lease = guard.try_acquire("k", ttl=30)

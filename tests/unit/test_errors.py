@@ -55,7 +55,6 @@ def test_a_broken_log_call_is_reported_by_logging_and_raises_nothing() -> None:
 
 
 def test_lock_held_says_who_since_when_and_for_how_long() -> None:
-    """case 43"""
     held = Held(
         key="k", lock_id="l", fence=7, since=3.25, remaining=26.5, holder="worker on host", task_id="t", attempt=0
     )

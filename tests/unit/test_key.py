@@ -47,7 +47,7 @@ def test_two_spellings_of_one_text_are_one_key() -> None:
 )
 @pytest.mark.parametrize("entry", ["try_acquire", "hold"])
 def test_what_cannot_be_a_key_is_refused_before_any_io(key: object, says: str, entry: str) -> None:
-    """case 69: the error is clear, and a server that does not exist is not noticed."""
+    """The error is clear, and a server that does not exist is not noticed."""
     with SyncGuard(NOWHERE) as guard, pytest.raises(errors.InvalidKey, match=says) as caught:
         if entry == "hold":
             with guard.hold(key):  # type: ignore[arg-type]

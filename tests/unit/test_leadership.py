@@ -94,7 +94,6 @@ def test_without_a_common_key_all_of_them_lead(store, contender):
 
 
 def test_a_stop_hands_over_at_once_and_the_term_is_higher(contender):
-    """case 55"""
     first, second = contender(ttl=60), contender(ttl=60)
     lease = first.elect(timeout=5)
     second.start()
@@ -234,7 +233,7 @@ def test_stepping_down_alone_is_followed_by_a_new_term(contender):
 
 
 def test_a_leader_that_cannot_renew_stops_at_its_deadline_and_leads_again_later(store, contender):
-    """case 44, case 47: a lost lease is a state, not the end."""
+    """A lost lease is a state, not the end."""
     told = []
     only = contender(
         ttl=1.0,
@@ -268,7 +267,6 @@ def test_healthy_is_whoever_hears_from_the_database(store, contender):
 
 
 def test_a_deleted_row_ends_the_term(store, contender):
-    """case 54"""
     only = contender(ttl=1.5)
     before = only.elect(timeout=5)
     with store._changed:
@@ -303,7 +301,7 @@ def test_a_term_that_an_operator_ends_is_no_lost_lease(store, contender, caplog)
 
 
 def test_who_has_the_same_name_pid_and_process_id_is_still_somebody_else(contender):
-    """case 66: pid 1 on two hosts of one name. A machine cannot show it; the identity is what would be equal there."""
+    """Pid 1 on two hosts of one name. A machine cannot show it; the identity is what would be equal there."""
     twins = [contender(holder="celery beat on web pid 1") for _ in range(2)]
     for one in twins:
         one.start()
@@ -336,7 +334,7 @@ def test_a_listener_that_fails_costs_nothing(contender, caplog):
 
 
 def test_a_deadline_that_passed_means_standby_before_anybody_says_so(contender, monkeypatch):
-    """case 45: a suspended machine wakes up with a lease that is over."""
+    """A suspended machine wakes up with a lease that is over."""
     only = contender(ttl=1.0)
     lease = only.elect(timeout=5)
     later = clock.now() + 10

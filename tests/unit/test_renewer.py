@@ -65,7 +65,7 @@ def acquire(guard: SyncGuard, key: str = "k", *, ttl: float) -> Lease:
 
 @pytest.mark.parametrize("mood", ["busy", "unreachable"])
 def test_without_an_answer_it_asks_again_and_the_deadline_stays(mood: str, guard: SyncGuard, store: Moody) -> None:
-    """case 23: one failed attempt loses nothing, and no number of them prolongs anything."""
+    """One failed attempt loses nothing, and no number of them prolongs anything."""
     store.mood = mood
     lease = acquire(guard, ttl=1.5)
     deadline = lease.deadline

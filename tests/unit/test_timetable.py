@@ -41,14 +41,12 @@ def night(zone, which, **fields):
 
 @pytest.mark.parametrize("zone", NIGHTS)
 def test_a_time_that_does_not_exist_is_due_when_it_would_have_come_without_the_change(zone):
-    """case 65"""
     (slot,) = night(zone, "forward", hour=MISSING[zone], minute=30)
     assert (slot.hour, slot.minute) == (MISSING[zone] + 1, 30)
 
 
 @pytest.mark.parametrize("zone", NIGHTS)
 def test_a_time_that_comes_twice_is_due_the_first_time_only(zone):
-    """case 65"""
     (slot,) = night(zone, "back", hour=DOUBLE[zone], minute=30)
     assert (slot.hour, slot.minute, slot.dst() != timedelta()) == (DOUBLE[zone], 30, True)
 
@@ -57,7 +55,7 @@ def test_a_time_that_comes_twice_is_due_the_first_time_only(zone):
 @pytest.mark.parametrize("which", ["forward", "back"])
 @pytest.mark.parametrize("minute,per_hour", [(15, 1), ("*/20", 3)])
 def test_an_entry_for_every_hour_follows_real_time(zone, which, minute, per_hour):
-    """case 65: neither skipped in autumn nor doubled."""
+    """Neither skipped in autumn nor doubled."""
     slots = night(zone, which, minute=minute)
     assert len(slots) == 24 * per_hour
     utc = [slot.astimezone(UTC) for slot in slots]
@@ -68,14 +66,12 @@ def test_an_entry_for_every_hour_follows_real_time(zone, which, minute, per_hour
 @pytest.mark.parametrize("which", ["forward", "back"])
 @pytest.mark.parametrize("hour", range(10))
 def test_a_daily_entry_is_due_once_on_either_night(zone, which, hour):
-    """case 65"""
     assert len(night(zone, which, hour=hour, minute=5)) == 1
 
 
 @pytest.mark.parametrize("zone", NIGHTS)
 @pytest.mark.parametrize("which", ["forward", "back"])
 def test_an_interval_is_elapsed_time_whatever_the_wall_clock_does(zone, which):
-    """case 65"""
     plan = schedule(timedelta(hours=1), app=app_in(zone))
     start = NIGHTS[zone][which]
     slots, _ = due_between(plan, after=start, now=start + timedelta(hours=24))
@@ -190,7 +186,6 @@ def test_a_schedule_of_ones_own_is_asked_for_its_instants():
 
 
 def test_choose_sends_one_or_none_or_all_of_what_was_missed():
-    """case 52"""
     now = datetime(2025, 1, 1, tzinfo=UTC)
     fresh = [now - timedelta(seconds=seconds) for seconds in (30, 20, 10)]
     stale = [now - timedelta(hours=hours) for hours in (3, 2, 1)]
