@@ -133,6 +133,7 @@ def test_whatever_publishes_waits_for_the_brokers_answer(make, rabbit, pg_dsn, h
     task = deduplicated(app)
     if opened:
         plain(app)
+        poll(lambda: queued(app, rabbit) == 1)  # nobody confirms it, and what is still under way could be what gets lost
     lost = rabbit.swallow_next_request(b"syncguard")
     with pytest.raises(kombu.exceptions.OperationalError), app.connection_for_write() as own:
         if opened:
@@ -168,6 +169,7 @@ def test_an_application_without_claims_publishes_as_it_did(make, rabbit):
         assert not producer.connection.connection.confirm_publish
         assert "confirm_publish" not in producer.connection.transport_options
     assert app.conf.broker_transport_options == {}
+    poll(lambda: queued(app, rabbit) == 2)  # nobody confirms them, and what is still under way could be what gets lost
     lost = rabbit.swallow_next_request(b"syncguard")
     locked.delay(2)
     assert lost.wait(10)
