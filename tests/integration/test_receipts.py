@@ -133,7 +133,9 @@ def test_whatever_publishes_waits_for_the_brokers_answer(make, rabbit, pg_dsn, h
     task = deduplicated(app)
     if opened:
         plain(app)
-        poll(lambda: queued(app, rabbit) == 1)  # nobody confirms it, and what is still under way could be what gets lost
+        poll(
+            lambda: queued(app, rabbit) == 1
+        )  # nobody confirms it, and what is still under way could be what gets lost
     lost = rabbit.swallow_next_request(b"syncguard")
     with pytest.raises(kombu.exceptions.OperationalError), app.connection_for_write() as own:
         if opened:
