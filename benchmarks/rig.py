@@ -27,7 +27,7 @@ from celery import Celery
 from celery.worker.request import Request
 
 from celery_syncguard.postgres.migrate import migrate
-from celery_syncguard.tasks.binding import binding_for
+from celery_syncguard.tasks.app_state import state_of
 from tests.fixtures.servers import PostgresServer, RabbitServer, ValkeyServer, missing
 
 __all__ = ["ROOT", "Loop", "Rig", "application", "machine", "pgbench", "rig"]
@@ -134,7 +134,7 @@ class Loop:
         return publish_and_run
 
     def close(self) -> None:
-        binding_for(self._app).close()
+        state_of(self._app).close()
         self._connection.close()
         self._app.close()
 

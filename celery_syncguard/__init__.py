@@ -25,9 +25,9 @@ if TYPE_CHECKING:
         TooManyDeaths,
     )
     from celery_syncguard.guard import SyncGuard
-    from celery_syncguard.postgres.caller import InSavepoint, NotInTransaction
+    from celery_syncguard.postgres.adapters import InSavepoint, NotInTransaction
     from celery_syncguard.skipped import SKIPPED, Skipped
-    from celery_syncguard.tasks.binding import guard_for
+    from celery_syncguard.tasks.app_state import guard_for
     from celery_syncguard.tasks.task import LockedTask
 
 __version__ = "0.1.0"
@@ -36,7 +36,7 @@ _HOMES = {
     "DuplicateTask": "errors",
     "Fence": "core.key",
     "ImproperlyConfigured": "errors",
-    "InSavepoint": "postgres.caller",
+    "InSavepoint": "postgres.adapters",
     "InvalidKey": "errors",
     "Lease": "core.lease",
     "LeaseLost": "errors",
@@ -44,7 +44,7 @@ _HOMES = {
     "LockHeld": "errors",
     "LockedTask": "tasks.task",
     "NoLease": "errors",
-    "NotInTransaction": "postgres.caller",
+    "NotInTransaction": "postgres.adapters",
     "SKIPPED": "skipped",
     "SchemaBehind": "errors",
     "Skipped": "skipped",
@@ -52,7 +52,7 @@ _HOMES = {
     "SyncGuard": "guard",
     "SyncGuardError": "errors",
     "TooManyDeaths": "errors",
-    "guard_for": "tasks.binding",
+    "guard_for": "tasks.app_state",
 }
 
 __all__ = [

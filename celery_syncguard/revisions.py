@@ -26,7 +26,7 @@ from uuid import UUID
 from psycopg import sql
 
 from celery_syncguard.errors import SyncGuardError
-from celery_syncguard.postgres.caller import Caller, caller
+from celery_syncguard.postgres.adapters import Adapter, adapter_for
 
 __all__ = [
     "POSTGRES_MIGRATION_SQL",
@@ -78,7 +78,7 @@ def ensure_owner(conn: Any, owner_id: UUID | str) -> None:
     """Make the owner's counter, at 0; harmless where it exists.
 
     Args:
-        conn: the caller's connection (`caller.caller` says which).
+        conn: the caller's connection (`adapters.adapter_for` says which).
         owner_id: a UUID or the text of one.
 
     Raises:
@@ -98,7 +98,7 @@ def next_revision(conn: Any, owner_id: UUID | str) -> int:
     a savepoint returns the numbers allocated in it: allocate again for a row that is written after that.
 
     Args:
-        conn: the caller's connection (`caller.caller` says which).
+        conn: the caller's connection (`adapters.adapter_for` says which).
         owner_id: a UUID or the text of one.
 
     Raises:
@@ -123,7 +123,7 @@ def next_revisions(conn: Any, owner_ids: Iterable[UUID | str]) -> dict[UUID, int
     """Allocate one revision for each of several owners, in one statement and in the order of their ids.
 
     Args:
-        conn: the caller's connection (`caller.caller` says which).
+        conn: the caller's connection (`adapters.adapter_for` says which).
         owner_ids: UUIDs or their texts; repeated ones count once.
 
     Raises:
@@ -165,7 +165,7 @@ def current_revision(conn: Any, owner_id: UUID | str) -> int | None:
     """Return the owner's newest revision, or `None` for an owner without a counter; takes no lock.
 
     Args:
-        conn: the caller's connection (`caller.caller` says which).
+        conn: the caller's connection (`adapters.adapter_for` says which).
         owner_id: a UUID or the text of one.
 
     Raises:
@@ -184,7 +184,7 @@ def current_revision_for_update(conn: Any, owner_id: UUID | str) -> int | None:
     rollback to a savepoint ends a lock that was taken inside it.
 
     Args:
-        conn: the caller's connection (`caller.caller` says which).
+        conn: the caller's connection (`adapters.adapter_for` says which).
         owner_id: a UUID or the text of one.
 
     Raises:
@@ -211,7 +211,7 @@ def guard_pull(conn: Any, owner_id: UUID | str, cursor: int, *, bound: int | Non
     goes on behind the last row that it has read, by `(revision, id)`: see docs/revisions.md.
 
     Args:
-        conn: the caller's connection (`caller.caller` says which).
+        conn: the caller's connection (`adapters.adapter_for` says which).
         owner_id: a UUID or the text of one.
         cursor: the bound of the reader's last whole pull; 0 for everything, which is always served. Never the revision of
             a page's last row.
@@ -266,7 +266,7 @@ def purge_tombstones(
     call again until `rows` is 0. Tombstones of an owner without a counter stay.
 
     Args:
-        conn: the caller's connection (`caller.caller` says which).
+        conn: the caller's connection (`adapters.adapter_for` says which).
         table: the name of a table with the columns id, owner_id, deleted_at and revision, or (schema, name). Quoted. Its
             primary key is id, or (owner_id, id) where rows move between owners.
         older_than: seconds (or a timedelta) since `deleted_at`, by the database's clock.
@@ -375,8 +375,8 @@ def __getattr__(name: str) -> str:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _within(conn: Any, what: str) -> Caller:
-    session = caller(conn)
+def _within(conn: Any, what: str) -> Adapter:
+    session = adapter_for(conn)
     session.require_transaction(what)
     return session
 

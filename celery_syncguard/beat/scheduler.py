@@ -32,7 +32,7 @@ from celery.utils.imports import load_extension_class_names, qualname, symbol_by
 from kombu.exceptions import OperationalError
 
 from celery_syncguard import signals
-from celery_syncguard.beat.sending import AGAIN, of_the_database, sending
+from celery_syncguard.beat.slot_sender import AGAIN, of_the_database, sending
 from celery_syncguard.beat.slots import PRUNED_AT_MOST, Slots, open_slots
 from celery_syncguard.beat.timekeeper import Timekeeper
 from celery_syncguard.core import clock
@@ -46,7 +46,7 @@ from celery_syncguard.errors import (
     SyncGuardError,
 )
 from celery_syncguard.postgres.connection import describe_dsn
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 
 __all__ = ["LeaderScheduler"]
 
@@ -78,9 +78,9 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         self.take_signals()  # first: Celery's handler would make another scheduler, in the middle of this
         self._arguments = (args, {**kwargs, "lazy": False})
         super().__init__(app, *args, **{**kwargs, "lazy": True})
-        binding.attach(app)
-        self._settings = binding.settings_for(app)
-        self._guard = binding.guard_for(app)
+        app_state.attach(app)
+        self._settings = app_state.settings_for(app)
+        self._guard = app_state.guard_for(app)
         self._class = _inner_class(self._settings.beat_scheduler, app.conf.beat_scheduler)
         self._slots: Slots | None = None
         self._inner: Any = None

@@ -87,7 +87,7 @@ class Target:
         chosen = {"syncguard_dsn": self.dsn, "syncguard_schema": self.schema}
         if self.app is None:
             return Settings.from_mapping(chosen)
-        from celery_syncguard.tasks.binding import settings_for
+        from celery_syncguard.tasks.app_state import settings_for
 
         settings = settings_for(load_app(self.app))
         return dataclasses.replace(

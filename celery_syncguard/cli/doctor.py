@@ -23,7 +23,7 @@ from celery_syncguard.errors import SchemaBehind
 from celery_syncguard.postgres import migrate
 from celery_syncguard.postgres.connection import Connection, connection_parameters, describe_dsn, in_statement_mode
 from celery_syncguard.postgres.hosts import Hosts
-from celery_syncguard.tasks.receipts import turned_off
+from celery_syncguard.tasks.publisher_confirms import turned_off
 
 __all__ = ["Check", "examine", "missing_grants"]
 

@@ -7,7 +7,7 @@ alive, so the client itself stops waiting for an answer after a while. What is g
 sees its client go away finishes what it does first, and a commit that waits for a standby waits for ever.
 
 Not here: which server is connected to (`hosts`), how many there are and who gets one (`pool`), what is said to the server (`postgres`), and the caller's
-connections (`caller`).
+connections (`adapters`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from celery_syncguard.core.lease import Lease
-from celery_syncguard.postgres.caller import caller
+from celery_syncguard.postgres.adapters import adapter_for
 
 __all__ = ["complete", "fenced_transaction", "prove"]
 
@@ -37,7 +37,7 @@ def prove(store: FencingStore, lease: Lease, conn: Any) -> None:
         NotInTransaction: there is no transaction.
         InSavepoint: there is a savepoint, and nothing was proved before it. It must be rolled back.
     """
-    caller(conn).require_transaction("lease.fenced()")
+    adapter_for(conn).require_transaction("lease.fenced()")
     if not store.fenced(conn, key=lease.key, lock_id=lease.lock_id, fence=int(lease.fence)):
         lease.lose("the database says that it expired or was taken over")
         raise lease.loss()
@@ -52,7 +52,7 @@ def fenced_transaction(store: FencingStore, lease: Lease, conn: Any) -> Iterator
         InSavepoint: as `prove`.
         sqlalchemy.exc.InvalidRequestError: a transaction is open that an earlier statement has begun.
     """
-    session = caller(conn)
+    session = adapter_for(conn)
     nested = session.nests()
     if nested:
         # First: a proof goes with the savepoint in which it was made.

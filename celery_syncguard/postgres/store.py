@@ -38,7 +38,7 @@ from celery_syncguard.core.store import (
     Renewal,
 )
 from celery_syncguard.errors import InvalidKey, LeaseNotVisible, SchemaBehind, StoreUnavailable, SyncGuardError
-from celery_syncguard.postgres.caller import InSavepoint, caller
+from celery_syncguard.postgres.adapters import InSavepoint, adapter_for
 from celery_syncguard.postgres.connection import Connection, connection_parameters, describe_dsn, in_statement_mode
 from celery_syncguard.postgres.hosts import Hosts
 from celery_syncguard.postgres.listen import Listener
@@ -318,7 +318,7 @@ class PostgresStore:
     # In the caller's transaction
 
     def fenced(self, conn: Any, *, key: str, lock_id: str, fence: int) -> bool:
-        if self._in_caller(conn, "fenced", (key, lock_id, fence, caller(conn).in_test_case())):
+        if self._in_caller(conn, "fenced", (key, lock_id, fence, adapter_for(conn).in_test_case())):
             return True
         self._refuse_if_alive_elsewhere(conn, key, lock_id)
         return False
@@ -337,7 +337,7 @@ class PostgresStore:
             where, there, _ = self.run(lambda own: own.execute(_PLACE, (function,)).fetchall())[0]
         except SyncGuardError:
             return  # nobody contradicts the caller's connection
-        looked_at, here, isolation = caller(conn).rows(_PLACE, (function,))[0]
+        looked_at, here, isolation = adapter_for(conn).rows(_PLACE, (function,))[0]
         if looked_at != where:
             raise LeaseNotVisible(
                 f"the lease on {key!r} is alive in {there}, but this connection leads to {here}: fence a connection to the "
@@ -362,7 +362,7 @@ class PostgresStore:
         # The caller's driver may be psycopg2 or Django's, so the schema is quoted here and not by psycopg.
         prefix = self._prefix().replace("%", "%%")
         try:
-            return caller(conn).rows(_QUERIES[name].format(prefix), parameters)[0][0]
+            return adapter_for(conn).rows(_QUERIES[name].format(prefix), parameters)[0][0]
         except Exception as exc:
             if _sqlstate(exc) == "SG004":
                 raise InSavepoint(
@@ -371,7 +371,7 @@ class PostgresStore:
                     f"its first savepoint, or use lease.transaction(connection) in place of that savepoint",
                     key=parameters[0],
                     what="lease.fenced()",
-                    kind=caller(conn).kind,
+                    kind=adapter_for(conn).kind,
                 ) from exc
             if name == "fenced" and _sqlstate(exc) == pg.LockNotAvailable.sqlstate:
                 raise StoreUnavailable(

@@ -25,7 +25,7 @@ from celery.app.task import Context
 
 from celery_syncguard.core.events import logger
 from celery_syncguard.errors import ImproperlyConfigured, SyncGuardError
-from celery_syncguard.tasks.run import Run
+from celery_syncguard.tasks.delivery import Delivery
 
 __all__ = ["AUTORETRY", "call_chain", "install", "was_passed"]
 
@@ -131,7 +131,7 @@ def _pass(task: Any, request: Any, call: Any, args: Any, kwargs: Any) -> Any:
         return result
 
     def chain() -> Any:
-        return Run.of(task, request, args, kwargs).execute(body)
+        return Delivery.of(task, request, args, kwargs).execute(body)
 
     request.__dict__[_GATE] = _PASSED
     request._protected = 0  # noqa: SLF001 - a plain call in before_start may have set it

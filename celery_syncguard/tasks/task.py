@@ -1,6 +1,6 @@
 """LockedTask: a Celery task that takes a lock before its body runs.
 
-Publishing computes the keys (`dedup.publish`); running is `run.Run`. `gate` is where Celery's call of the task becomes a
+Publishing computes the keys (`publishing.publish`); running is `delivery.Delivery`. `gate` is where Celery's call of the task becomes a
 locked one, whatever a subclass overrides, with or without `super()`.
 """
 
@@ -23,12 +23,12 @@ from celery_syncguard.core.key import Fence
 from celery_syncguard.core.lease import Lease
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, NoLease, TooManyDeaths
 from celery_syncguard.skipped import SKIPPED, wants_result
-from celery_syncguard.tasks import binding, dedup, gate
-from celery_syncguard.tasks.message import HEADER, header_of, queue_of
+from celery_syncguard.tasks import app_state, gate, publishing
+from celery_syncguard.tasks.delivery import DELIVERY, Answered, Delivery, check_outer
+from celery_syncguard.tasks.header import HEADER, header_of, queue_of
+from celery_syncguard.tasks.keys import TaskKeys
 from celery_syncguard.tasks.options import take_overrides
-from celery_syncguard.tasks.plan import Plan
-from celery_syncguard.tasks.receipts import is_refusal
-from celery_syncguard.tasks.run import RUN, Answered, Run, check_outer
+from celery_syncguard.tasks.publisher_confirms import is_refusal
 
 __all__ = ["LockedTask"]
 
@@ -48,13 +48,13 @@ class LockedTask(Task):  # type: ignore[misc]
     #: Required: a template such as "invoice:{invoice_id}", a callable (task, args, kwargs) -> str, or None for no lock.
     lock_key: ClassVar[Any] = ...
 
-    #: Whether STARTED is stored, as `track_started` and `task_track_started` say; `run.Run` does it.
+    #: Whether STARTED is stored, as `track_started` and `task_track_started` say; `delivery.Delivery` does it.
     reports_start: ClassVar[bool] = False
 
     #: A task that kills its process shall not come back for ever, whatever it retries.
     dont_autoretry_for: ClassVar[tuple[type[BaseException], ...]] = (TooManyDeaths,)
 
-    _plan: ClassVar[Plan | None] = None
+    _plan: ClassVar[TaskKeys | None] = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # A class whose base was bound before it was made is never bound itself.
@@ -84,23 +84,23 @@ class LockedTask(Task):  # type: ignore[misc]
         gate.install(cls)
         if cls.Request is not LockedTask.Request:
             _check_request(cls)
-        binding.attach(app)
+        app_state.attach(app)
         cls.reports_start = cls.reports_start or bool(cls.track_started)
         cls.track_started = False
         cls._plan = None
         # The default of lock_ttl is a setting, and settings may not be complete yet; all else is checked now.
-        Plan.of_class(cls, lock_ttl=None)
+        TaskKeys.of_class(cls, lock_ttl=None)
 
-    def plan(self) -> Plan:
+    def plan(self) -> TaskKeys:
         """What the options of this task come to."""
         cls = type(self)
         # A base's plan is not ours.
-        found: Plan | None = cls.__dict__.get("_plan")
+        found: TaskKeys | None = cls.__dict__.get("_plan")
         own = self.__dict__.get("run") if cls.run is Task.run else None
         if found is None or found.body is not (own or cls.run):
             if "_plan" not in cls.__dict__:
                 cls._prepare(self.app)
-            found = cls._plan = Plan.of_class(cls, lock_ttl=binding.settings_for(self.app).lock_ttl, own=own)
+            found = cls._plan = TaskKeys.of_class(cls, lock_ttl=app_state.settings_for(self.app).lock_ttl, own=own)
         return found
 
     # Publishing
@@ -124,7 +124,7 @@ class LockedTask(Task):  # type: ignore[misc]
 
         Raises:
             ImproperlyConfigured, InvalidKey: before anything is sent.
-            DuplicateTask, StoreUnavailable: with a dedup key; see `dedup.publish`.
+            DuplicateTask, StoreUnavailable: with a dedup key; see `publishing.publish`.
 
         What Celery itself sends for a task that has ended raises nothing but for trouble with the broker: it is this task that
         fails then, and not the one that has ended.
@@ -133,7 +133,7 @@ class LockedTask(Task):  # type: ignore[misc]
             return self._publish(args, kwargs, task_id, producer, link, link_error, shadow, **options)
         except Exception as exc:
             call = dict(options, task_id=task_id)
-            if _is_own_fault(exc) and dedup.follows(call) and not self.app.conf.task_always_eager:
+            if _is_own_fault(exc) and publishing.follows(call) and not self.app.conf.task_always_eager:
                 return self._fail_unsent(exc, args, kwargs, link_error, call)
             raise
 
@@ -162,7 +162,7 @@ class LockedTask(Task):  # type: ignore[misc]
                 self, header, tuple(args or ()), dict(kwargs or {}), overrides, serializer=options.get("serializer")
             )
         except InvalidKey:
-            if dedup.follows(call) or not dedup.begun(call):
+            if publishing.follows(call) or not publishing.begun(call):
                 raise
             # A retry by autoretry of what could not make its key.
             task_options = plan.options
@@ -176,9 +176,9 @@ class LockedTask(Task):  # type: ignore[misc]
             # Only looked at by dedup; `send` has its own.
             call["link"] = link
             send = _without_link(send)
-        result = dedup.publish(self.app, self.name, task_options, header=header, call=call, send=send, task=self)
+        result = publishing.publish(self.app, self.name, task_options, header=header, call=call, send=send, task=self)
         request = current_task.request if current_task else None
-        if request is not None and request.id == task_id and (run := request.__dict__.get(RUN)) is not None:
+        if request is not None and request.id == task_id and (run := request.__dict__.get(DELIVERY)) is not None:
             # The body's own next attempt, or what it put in its own place (`self.replace`).
             run.key_passed_on = run.key_passed_on or header.get("key") == run.lock_key
         return result
@@ -313,12 +313,12 @@ class LockedTask(Task):  # type: ignore[misc]
             return self.run(*args, **kwargs)
         return following(*args, **kwargs)
 
-    def _run_of_request(self) -> Run | None:
+    def _run_of_request(self) -> Delivery | None:
         request = self.request
-        run: Run | None = request.__dict__.get(RUN)
+        run: Delivery | None = request.__dict__.get(DELIVERY)
         if run is None and request.called_directly and len(stack := self.request_stack.stack) > 1:
             # A `__call__` below ours has put a request on top.
-            run = stack[-2].__dict__.get(RUN)
+            run = stack[-2].__dict__.get(DELIVERY)
         return run
 
     @property
@@ -392,7 +392,7 @@ def _on_postrun(sender: Any = None, state: str | None = None, retval: Any = None
                 sender.request.id,
                 "called in a thread that is not the tracer's, or its class got another __call__ and before_start since",
             )
-        Run.never_came(sender, sender.request, state, retval)
+        Delivery.never_came(sender, sender.request, state, retval)
 
 
 def _answered(result: Any) -> Any:

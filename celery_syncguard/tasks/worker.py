@@ -39,7 +39,7 @@ from celery_syncguard.errors import StoreUnavailable, SyncGuardError
 from celery_syncguard.postgres import migrate
 from celery_syncguard.postgres.connection import describe_dsn
 from celery_syncguard.postgres.store import PostgresStore
-from celery_syncguard.tasks.message import HEADER, claim_of
+from celery_syncguard.tasks.header import HEADER, claim_of
 
 __all__ = ["GuardedRequest", "is_worker", "start", "stop"]
 

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import kombu
 import pytest
 
-from celery_syncguard.tasks import dedup
+from celery_syncguard.tasks import publishing
 from tests.fixtures.cluster import Broker
 
 
 @pytest.fixture
 def redelivered(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this test publishes under one task id is one message to whoever gets it, as if a broker delivered it again."""
-    monkeypatch.setattr(dedup, "_begin_call", lambda *_: None)
+    monkeypatch.setattr(publishing, "_begin_call", lambda *_: None)
 
 
 @pytest.fixture

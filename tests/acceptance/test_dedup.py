@@ -13,7 +13,7 @@ from psycopg.conninfo import conninfo_to_dict
 from celery_syncguard import DuplicateTask, StoreUnavailable
 from celery_syncguard.dedup import send_task
 from celery_syncguard.skipped import SKIPPED
-from celery_syncguard.tasks import binding, dedup
+from celery_syncguard.tasks import app_state, publishing
 from tests.fixtures.cluster import ROOT
 from tests.fixtures.polling import poll
 
@@ -25,7 +25,7 @@ def setup(celery_setup, broker, pg_dsn, history):
     setup = celery_setup(MODULE)
     yield setup
     # Before its database goes: what this process still has to confirm.
-    binding.binding_for(setup.app).close()
+    app_state.state_of(setup.app).close()
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_a_worker_that_throws_an_expired_message_away_ends_its_claim(setup, hist
     history.wait_for("start")
     expired = work.apply_async(("a",), expires=1.5)
     # By itself it would now outlive the message.
-    binding.guard_for(setup.app).store.claim("done:a", task_id=expired.id, ttl=3600)
+    app_state.guard_for(setup.app).store.claim("done:a", task_id=expired.id, ttl=3600)
     with psycopg.connect(pg_dsn, autocommit=True) as connection:
         age = "select syncguard_clock_ms() - claimed_at_ms from syncguard_claims where task_id = %s"
         poll(lambda: connection.execute(age, (expired.id,)).fetchone()[0] > 2000)
@@ -185,7 +185,7 @@ def test_a_retry_keeps_the_claim_until_the_last_attempt(setup, history, claims):
     assert duplicates == {first.id}
     assert history.count("start") == 3
     poll(lambda: claims() == {})
-    assert binding.guard_for(setup.app).locks() == []
+    assert app_state.guard_for(setup.app).locks() == []
 
 
 def test_autoretry_keeps_the_claim_and_ends_it_with_the_last_failure(setup, history, claims):
@@ -199,7 +199,7 @@ def test_autoretry_keeps_the_claim_and_ends_it_with_the_last_failure(setup, hist
     assert history.count("start") == 4
     assert {row.task_id for row in history.events("start")} == {first.id}
     poll(lambda: claims() == {})
-    assert binding.guard_for(setup.app).locks() == []
+    assert app_state.guard_for(setup.app).locks() == []
 
 
 def test_a_retry_with_other_arguments_takes_their_claim_and_gives_its_own_back(setup, history, claims):
@@ -315,7 +315,7 @@ def test_the_claim_of_a_task_without_a_lock_outlives_its_dead_worker(setup, hist
     worker = setup.start_worker()
     first = setup.module.work.delay("a", "never")
     history.wait_for("start")
-    binding.binding_for(setup.app).flush()
+    app_state.state_of(setup.app).flush()
     worker.kill()
     assert claims() == {"done:a": first.id}
     assert setup.module.work.delay("a").id == first.id
@@ -323,7 +323,7 @@ def test_the_claim_of_a_task_without_a_lock_outlives_its_dead_worker(setup, hist
 
 def test_a_worker_confirms_a_claim_whose_producer_died(setup, history, pg_dsn, monkeypatch):
     """The producer ended between publish and confirm; the task runs for longer than an unconfirmed claim lives."""
-    monkeypatch.setattr(dedup, "_confirm", lambda *args, **kwargs: None)
+    monkeypatch.setattr(publishing, "_confirm", lambda *args, **kwargs: None)
     setup.module.work.delay("a", "go")
     left = "select (expires_at_ms - syncguard_clock_ms()) / 1000.0 from syncguard_claims"
     with psycopg.connect(pg_dsn, autocommit=True) as connection:
@@ -342,7 +342,7 @@ def test_a_task_whose_claim_is_not_its_own_by_now_runs_and_takes_nothing_from_th
 ):
     name, task = task, getattr(setup.module, task)
     first = task.delay("a", "go")
-    binding.binding_for(setup.app).flush()
+    app_state.state_of(setup.app).flush()
     (key,) = claims()
     with psycopg.connect(pg_dsn, autocommit=True) as connection:
         if fate == "lost":
@@ -376,7 +376,7 @@ def test_a_producer_without_the_code_gives_keys_and_the_worker_runs_the_task_und
         first = send_task(producer, name, ["a", "go"], **keys)
         history.wait_for("start")
         assert claims() == {"their claim": first.id}
-        assert [lock.key for lock in binding.guard_for(setup.app).locks()] == ["their lock"]
+        assert [lock.key for lock in app_state.guard_for(setup.app).locks()] == ["their lock"]
         second = send_task(producer, name, ["a", "go"], **keys)
         assert (second.id, second.duplicate) == (first.id, True)
         with pytest.raises(DuplicateTask):
@@ -390,7 +390,7 @@ def test_a_producer_without_the_code_gives_keys_and_the_worker_runs_the_task_und
         poll(lambda: claims() == {})
         assert history.count("start") == 1
     finally:
-        binding.binding_for(producer).close()
+        app_state.state_of(producer).close()
         producer.close()
 
 
@@ -652,7 +652,7 @@ def test_twelve_that_publish_and_run_the_same_work_leave_no_error_in_the_servers
     with psycopg.connect(private_dsn) as connection, pytest.raises(psycopg.errors.UniqueViolation):
         connection.execute("insert into syncguard_claims values ('in an hour', 'another', null, 1, 2)")
     poll(lambda: ["violates unique constraint" in line for line in complaints()] == [True])
-    binding.binding_for(setup.app).close()
+    app_state.state_of(setup.app).close()
 
 
 @pytest.mark.both_brokers
@@ -661,7 +661,7 @@ def test_shutting_down_ends_no_claim_of_what_is_still_queued(setup, history, cla
     running = setup.module.work.delay("a", "go")
     history.wait_for("start")
     queued = setup.module.work.delay("b")
-    binding.binding_for(setup.app).flush()
+    app_state.state_of(setup.app).flush()
     worker.signal(signal.SIGTERM)
     setup.open_gate("go")
     worker.wait_exit()

@@ -8,7 +8,7 @@ import threading
 import psycopg
 import pytest
 
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 from tests.fixtures import soak
 from tests.fixtures.polling import poll
 
@@ -32,7 +32,7 @@ def holders_frozen(setup, *, seed):
     choose = random.Random(seed)
     over = threading.Event()
     freezes = []
-    guard = binding.guard_for(setup.app)
+    guard = app_state.guard_for(setup.app)
 
     def freeze():
         while not over.wait(choose.uniform(0.3, 1.2)):

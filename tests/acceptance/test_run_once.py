@@ -8,7 +8,7 @@ import pytest
 import redis
 from celery import chain
 
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 from tests.fixtures import soak
 from tests.fixtures.polling import poll
 
@@ -38,7 +38,7 @@ def setup(celery_setup, broker, pg_dsn, history):
     setup = celery_setup(MODULE)
     yield setup
     # Before its database goes: what this process still has to confirm.
-    binding.binding_for(setup.app).close()
+    app_state.state_of(setup.app).close()
 
 
 @pytest.mark.both_brokers

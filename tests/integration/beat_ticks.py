@@ -46,7 +46,7 @@ from celery.signals import before_task_publish
 from django_celery_beat import tzcrontab
 from kombu import Connection, Producer
 
-from celery_syncguard.beat import sending
+from celery_syncguard.beat import slot_sender
 from celery_syncguard.beat.scheduler import LeaderScheduler
 from celery_syncguard.core import clock
 from celery_syncguard.errors import StoreUnavailable
@@ -475,7 +475,7 @@ def send_in_spring(zone):
         def now(cls, tz=None):
             return (datetime.now(timezone.utc) + timedelta(seconds=hand.ahead)).astimezone(tz)
 
-    tzcrontab.datetime = sending.datetime = WallClock
+    tzcrontab.datetime = slot_sender.datetime = WallClock
     one = lead_rows(beat_cron_starting_deadline=120)
     from django_celery_beat.models import CrontabSchedule, PeriodicTask
 
@@ -581,7 +581,7 @@ def lead_by_settings():
             one.close()
     from celery_syncguard.beat.django_schedule import SeesEdits
 
-    both = vars(sending._SlotSending).keys() & vars(SeesEdits).keys()
+    both = vars(slot_sender._SlotSending).keys() & vars(SeesEdits).keys()
     seen["names of both"] = [name for name in both if not name.startswith("__")]
     return seen
 

@@ -4,7 +4,7 @@ import pytest
 from celery import Celery
 from django.conf import settings
 
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 
 # Django can be configured once per process: for all of these tests in the same way, whichever comes first.
 settings.configure(
@@ -21,4 +21,4 @@ def eager_app(request):
     dsn = "memory://" if request.param == "memory" else request.getfixturevalue("pg_dsn")
     app.conf.update(syncguard_dsn=dsn, task_always_eager=True, broker_url="memory://", result_backend="cache+memory://")
     yield app
-    binding.binding_for(app).close()
+    app_state.state_of(app).close()

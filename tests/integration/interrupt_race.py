@@ -23,7 +23,7 @@ import time
 from celery import Celery
 
 from celery_syncguard import LeaseLost, LockedTask, signals
-from celery_syncguard.tasks import binding, interrupt, run
+from celery_syncguard.tasks import app_state, delivery, interrupt
 
 #: Seconds that a body or the delay of a loss may last.
 LONGEST = 0.0004 if sys.argv[1:2] == ["main"] else 0.003
@@ -118,14 +118,14 @@ def main():
         if seen["stuck"]:
             print(json.dumps(seen), flush=True)
             os._exit(0)
-    store = binding.guard_for(app).store
+    store = app_state.guard_for(app).store
     print(
         json.dumps(
             {
                 **seen,
                 "locks left": len(store.locks()),
                 "armed left": len(interrupt._in_main_thread),
-                "running left": len(run._running),
+                "running left": len(delivery._running),
                 "requests left": len(short.request_stack.stack),
             }
         )

@@ -18,7 +18,7 @@ from celery_syncguard.core.store import Acquire
 from celery_syncguard.dedup import send_task
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, StoreUnavailable
 from celery_syncguard.postgres import migrate
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 from celery_syncguard.tasks.worker import GuardedRequest
 from tests.fixtures.polling import poll
 
@@ -34,7 +34,7 @@ def app():
 @pytest.fixture
 def locked(app):
     """The keys that are locked now."""
-    return lambda: sorted(row.key for row in binding.guard_for(app).locks())
+    return lambda: sorted(row.key for row in app_state.guard_for(app).locks())
 
 
 def key_of(task, *args):
@@ -373,7 +373,7 @@ def test_a_group_with_a_duplicate_member_comes_to_its_end(redis_db, pg_dsn):
         assert [one.task_id for one in result.get(timeout=10)] == ["other", "other"]
     finally:
         app.backend.result_consumer.stop()
-        binding.binding_for(app).close()
+        app_state.state_of(app).close()
 
 
 def test_a_process_that_only_asks_for_results_knows_that_skipped_is_an_end():
@@ -411,4 +411,4 @@ def test_a_claim_stays_with_what_a_body_puts_in_its_own_place(pg_dsn):
     assert (while_it_is_queued.id, while_it_is_queued.duplicate) == (first.id, True)
     work_off_one()
     assert not f.delay("k", again=False).duplicate  # the control: the end of the replacement ends the claim
-    binding.binding_for(app).close()
+    app_state.state_of(app).close()

@@ -16,8 +16,8 @@ from celery_syncguard import LockedTask
 from celery_syncguard.core.memory import MemoryStore
 from celery_syncguard.core.store import Acquire, Claim, Held, Release
 from celery_syncguard.postgres.store import PostgresStore
-from celery_syncguard.tasks import binding
-from celery_syncguard.tasks.run import Run
+from celery_syncguard.tasks import app_state
+from celery_syncguard.tasks.delivery import Delivery
 from tests.fixtures import soak
 from tests.fixtures.polling import poll
 from tests.fixtures.proxy import Proxy
@@ -32,7 +32,7 @@ def make_producer(dsn, broker, queue, *, store=None):
     app.conf.update(task_default_queue=queue, syncguard_dsn=dsn)
     task = app.task(base=LockedTask, shared=False, name="work", dedup_key="race:{n}")(body)
     if store is not None:
-        binding.guard_for(app).store = store
+        app_state.guard_for(app).store = store
     return app, task
 
 
@@ -85,7 +85,7 @@ def _publish_in_process(make, barrier, rounds, pipe):
         barrier.wait(n)
         result = task.delay(n)
         answers.append((result.id, result.duplicate))
-    binding.binding_for(app).flush()
+    app_state.state_of(app).flush()
     pipe.send_bytes(json.dumps(answers).encode())
 
 
@@ -186,18 +186,18 @@ def test_whatever_a_task_is_locked_by_the_claim_of_a_dead_host_ends_with_that_lo
     app.conf.update(syncguard_dsn=pg_dsn, task_default_queue=f"q-{uuid.uuid4().hex}")
     task = app.task(base=LockedTask, shared=False, name="work", dedup_key="c", **options)(body)
     first = task.delay(1)
-    binding.binding_for(app).flush()
+    app_state.state_of(app).flush()
     with app.connection() as connection:
         message = app.amqp.queues[app.conf.task_default_queue](connection.channel()).get(no_ack=True)
     request = Context(message.headers, delivery_info={}, called_directly=False)
-    run = Run.of(task, request, (1,), {})
-    store = binding.guard_for(app).store
+    run = Delivery.of(task, request, (1,), {})
+    store = app_state.guard_for(app).store
     host = run._acquire(run.lock_key)
     assert not isinstance(store.acquire(dataclasses.replace(host, ttl=0.3)), Held)
     assert task.delay(1).id == first.id, "it runs"
     _wait_until_free(store, run.lock_key)
     assert task.delay(1).id != first.id
-    binding.binding_for(app).close()
+    app_state.state_of(app).close()
 
 
 def test_the_claim_of_a_task_whose_lock_was_taken_over_is_over(store):
@@ -240,13 +240,13 @@ def counted(pg_server, pg_dsn):
         def cost(work):
             for _ in range(3):
                 work()  # connects, and prepares its statements
-            binding.binding_for(app).flush()
+            app_state.state_of(app).flush()
             before = proxy.requests
             work()
             return proxy.requests - before
 
         yield app, cost
-        binding.binding_for(app).close()
+        app_state.state_of(app).close()
 
 
 def test_a_publish_costs_two_round_trips_with_dedup_and_none_without(counted):

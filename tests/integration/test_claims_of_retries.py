@@ -9,7 +9,7 @@ from celery.exceptions import Reject
 
 from celery_syncguard import LockedTask, LockHeld, StoreUnavailable
 from celery_syncguard.postgres.store import PostgresStore
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 from celery_syncguard.testing import hold_elsewhere
 
 CLAIM = "the work"
@@ -23,7 +23,7 @@ def app(eager_app):
 @pytest.fixture
 def store(app):
     """What the claims are in; task "t" has claimed the work, as its publisher does."""
-    store = binding.guard_for(app).store
+    store = app_state.guard_for(app).store
     assert store.claim(CLAIM, task_id="t", ttl=600).ours
     return store
 
@@ -59,7 +59,7 @@ def test_what_fails_because_its_lock_is_held_keeps_its_claim_while_it_is_retried
         """Does not run."""
 
     task = watched(app, store, f, lock_on_held="raise")
-    with hold_elsewhere(binding.guard_for(app), "k"):
+    with hold_elsewhere(app_state.guard_for(app), "k"):
         assert isinstance(task.apply(task_id="t").result, LockHeld)
     assert task.free_between == [False]
     assert is_free(store)
@@ -78,7 +78,7 @@ def test_what_fails_because_the_database_is_away_keeps_its_claim_while_it_is_ret
         assert isinstance(exc, StoreUnavailable)
         pg_proxy.accept()
         # What was to be done in the background about the claim is done by then.
-        binding.binding_for(app).flush()
+        app_state.state_of(app).flush()
         self.free_between.append(is_free(store))
 
     task = watched(app, store, f, lock_on_unavailable="raise", on_retry=on_retry)
@@ -87,7 +87,7 @@ def test_what_fails_because_the_database_is_away_keeps_its_claim_while_it_is_ret
     assert task.free_between == [False]
     assert is_free(store)
     store.close()
-    binding.binding_for(app).close()
+    app_state.state_of(app).close()
 
 
 @pytest.mark.parametrize("failure", [LookupError(), Reject(requeue=False)], ids=["error", "reject"])

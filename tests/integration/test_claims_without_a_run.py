@@ -7,7 +7,7 @@ import pytest
 from celery.exceptions import Ignore, Reject
 
 from celery_syncguard import LockedTask
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 
 CLAIM = "the work"
 
@@ -20,7 +20,7 @@ def app(eager_app):
 @pytest.fixture
 def is_free(app):
     """Whether a duplicate would get in; if so, it is in by then."""
-    return lambda: binding.guard_for(app).store.claim(CLAIM, task_id="a duplicate", ttl=600).ours
+    return lambda: app_state.guard_for(app).store.claim(CLAIM, task_id="a duplicate", ttl=600).ours
 
 
 class Fails(LockedTask):
@@ -111,7 +111,7 @@ def test_what_is_answered_without_its_body_ends_its_claim(app, is_free):
 def test_a_message_whose_keys_cannot_be_made_ends_its_claim(app, is_free):
     """Sent by somebody who gave a claim and nothing else."""
     f = make(app, failure=None, lock_key="{n}")
-    assert binding.guard_for(app).store.claim(CLAIM, task_id="t", ttl=600).ours
+    assert app_state.guard_for(app).store.claim(CLAIM, task_id="t", ttl=600).ours
     header = {"claim": CLAIM, "claimed": True, "key": 7}
     result = super(LockedTask, f).apply((), task_id="t", headers={"syncguard": header})
     assert result.state == "FAILURE"

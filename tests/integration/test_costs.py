@@ -11,7 +11,7 @@ import pytest
 from benchmarks.rig import application, loop
 from celery_syncguard import Lease, LockedTask, SyncGuard
 from celery_syncguard.core.memory import MemoryStore
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 from tests.fixtures.polling import poll
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.servers import PostgresServer
@@ -58,7 +58,7 @@ def test_from_publish_to_end_a_lock_costs_two_round_trips_and_dedup_two_more(
         call = worker.call(task)
         for _ in range(3):
             call()  # connects, and prepares its statements
-        confirmer = binding.binding_for(app).confirmer
+        confirmer = app_state.state_of(app).confirmer
         confirmer.flush()
         confirmer._store = MemoryStore()  # whatever it sends is none of this
         assert [meter.cost(call) for _ in range(5)] == [round_trips] * 5

@@ -4,7 +4,7 @@ import pytest
 from celery import Celery
 
 from celery_syncguard import LockedTask, LockHeld
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 from celery_syncguard.testing import hold_elsewhere
 
 
@@ -28,7 +28,7 @@ def test_held_skipped_failed_answered_duplicate_and_lost_are_counted(app):
     def once():
         pass
 
-    guard = binding.guard_for(app)
+    guard = app_state.guard_for(app)
     skipping.apply()
     assert not guard.counts
     with hold_elsewhere(guard, "k"):

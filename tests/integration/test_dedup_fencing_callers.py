@@ -16,7 +16,7 @@ from celery_syncguard import Fence, LeaseLost, SyncGuard
 from celery_syncguard.core.key import new_lock_id
 from celery_syncguard.core.store import Acquire, Held
 from celery_syncguard.errors import NoLease, SchemaBehind
-from celery_syncguard.postgres.caller import NotInTransaction
+from celery_syncguard.postgres.adapters import NotInTransaction
 from tests.fixtures.polling import poll
 
 
@@ -138,7 +138,7 @@ CALLERS = [Psycopg, PsycopgAutocommit, PsycopgCursor, SqlalchemyConnection, Sqla
 
 
 @pytest.fixture(params=CALLERS, ids=lambda kind: kind.__name__)
-def caller(request, pg_dsn):
+def adapter_for(request, pg_dsn):
     caller = request.param(pg_dsn)
     yield caller
     caller.close()

@@ -23,7 +23,7 @@ from celery_syncguard.core.store import Acquire, Release
 from celery_syncguard.dedup import send_task
 from celery_syncguard.errors import InvalidKey, LockHeld, TooManyDeaths
 from celery_syncguard.skipped import SKIPPED, Skipped
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 from tests.fixtures.cluster import ROOT
 from tests.fixtures.polling import poll
 from tests.fixtures.servers import free_port
@@ -65,7 +65,7 @@ class Producer:
         return messages
 
     def flush(self):
-        binding.binding_for(self.app).flush()
+        app_state.state_of(self.app).flush()
 
     def claims(self):
         """claim_key -> (task_id, seconds left)."""
@@ -76,7 +76,7 @@ class Producer:
         return {key: (task_id, float(left)) for key, task_id, left in rows}
 
     def close(self):
-        binding.binding_for(self.app).close()
+        app_state.state_of(self.app).close()
         self.app.close()
 
 
@@ -290,7 +290,7 @@ def test_a_claim_outlives_a_producer_that_ends_at_once(producer, end):
 
 def test_a_claim_that_is_confirmed_only_later_ends_early_with_such_a_producer(producer):
     """The negative control."""
-    later = "from celery_syncguard.tasks import dedup\ndedup._confirm = lambda *a, **k: None\n"
+    later = "from celery_syncguard.tasks import publishing\ndedup._confirm = lambda *a, **k: None\n"
     assert _run_producer(producer.dsn, later + "work.delay(1)\nos._exit(0)\n") == 0
     assert 0 < producer.claims()["1"][1] <= 10
 
@@ -539,7 +539,7 @@ def test_a_claim_whose_task_died_holding_its_lock_is_taken_over(producer):
     task = producer.task(lock_key="lock:{n}")
     first = task.delay(1)
     producer.flush()
-    store = binding.guard_for(producer.app).store
+    store = app_state.guard_for(producer.app).store
     dead = Acquire(key="lock:1", lock_id="d" * 22, ttl=0.5, task_id=first.id, attempt=0, claim_key="1", claim_ttl=3600)
     store.acquire(dead)
     assert task.delay(1).id == first.id
@@ -553,7 +553,7 @@ def test_a_retry_is_no_death(producer):
     task = producer.task(lock_key="lock:{n}")
     first = task.delay(1)
     producer.flush()
-    store = binding.guard_for(producer.app).store
+    store = app_state.guard_for(producer.app).store
     store.acquire(Acquire(key="lock:1", lock_id="a" * 22, ttl=60, task_id=first.id, claim_key="1", claim_ttl=3600))
     store.release(Release(key="lock:1", lock_id="a" * 22, task_id=first.id))
     assert task.delay(1).id == first.id

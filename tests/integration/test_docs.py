@@ -19,7 +19,7 @@ from celery.exceptions import Reject
 from sqlalchemy import orm
 
 from celery_syncguard import SKIPPED, LockedTask, SyncGuard, hlc, revisions
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 from tests.fixtures.cluster import ROOT
 from tests.integration.test_revisions_callers import django_alias
 
@@ -94,7 +94,7 @@ def eager(pg_dsn: str) -> Iterator[Callable[..., Celery]]:
 
     yield make
     for app in apps:
-        binding.binding_for(app).close()
+        app_state.state_of(app).close()
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def readme(eager: Any, connection: Any, pg_dsn: str, django_default: None) -> Pa
     exec(first, page.names)
     page.names["connection"] = connection
     page.run("app.conf.update(task_always_eager")
-    assert repr(binding.guard_for(page["app"]).store) == "<MemoryStore>"
+    assert repr(app_state.guard_for(page["app"]).store) == "<MemoryStore>"
     return page
 
 
@@ -228,7 +228,7 @@ def dedup(eager: Any, connection: Any) -> Page:
 def skipped(eager: Any) -> Page:
     app = eager()
     page = Page("docs/skipped.md", app=app, LockedTask=LockedTask, SKIPPED=SKIPPED)
-    with binding.guard_for(app).hold("report:monday"):
+    with app_state.guard_for(app).hold("report:monday"):
         page.run("@app.task(base=LockedTask, lock_key=")
     assert page["marker"].key == "report:monday"
     page.run("import celery_syncguard.skipped")

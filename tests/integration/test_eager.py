@@ -8,7 +8,7 @@ import pytest
 from celery import Celery
 
 from celery_syncguard import SKIPPED, LeaseLost, LockedTask, LockHeld, NoLease
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 from tests.fixtures.cluster import ROOT
 
 
@@ -18,11 +18,11 @@ def app(request):
     dsn = "memory://" if request.param == "memory" else request.getfixturevalue("pg_dsn")
     app.conf.update(syncguard_dsn=dsn, task_always_eager=True, broker_url="memory://", result_backend="cache+memory://")
     yield app
-    binding.binding_for(app).close()
+    app_state.state_of(app).close()
 
 
 def guard_of(app):
-    return binding.guard_for(app)
+    return app_state.guard_for(app)
 
 
 def test_eager_calls_lock_as_a_worker_does(app):

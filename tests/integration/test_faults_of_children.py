@@ -12,7 +12,7 @@ from celery.app.task import Context
 from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_syncguard import ImproperlyConfigured, InvalidKey, LockedTask
-from celery_syncguard.tasks import binding, dedup
+from celery_syncguard.tasks import app_state, publishing
 
 
 class Hooks:
@@ -71,7 +71,7 @@ def app():
 
     app.finalize()
     yield app
-    binding.binding_for(app).close()
+    app_state.state_of(app).close()
     app.close()
 
 
@@ -193,7 +193,7 @@ def test_what_a_body_sends_itself_still_raises_there(app):
             app.tasks["raising"].delay(1)
         assert not app.tasks["dup"].delay().duplicate
         assert app.tasks["dup"].delay().duplicate
-        with pytest.raises(dedup.DuplicateTask):
+        with pytest.raises(publishing.DuplicateTask):
             chain(app.tasks["dup"].s(), app.tasks["ok"].s()).apply_async()
         return "raised"
 
@@ -206,7 +206,7 @@ def test_what_a_body_sends_itself_still_raises_there(app):
 def test_without_our_catching_a_child_s_fault_is_its_parent_s(app, parent, faulty, monkeypatch):
     """The negative control."""
     for name in ("follows", "begun"):
-        monkeypatch.setattr(dedup, name, lambda call: False)
+        monkeypatch.setattr(publishing, name, lambda call: False)
     with pytest.raises(AssertionError):
         parent(callbacks=[faulty])
     assert "on_failure" in app.hooks
@@ -228,7 +228,7 @@ def test_an_eager_application_that_wants_its_exceptions_gets_them(app):
 
 
 def test_a_time_limit_that_strikes_while_a_callback_is_sent_is_the_parent_s(app, monkeypatch):
-    monkeypatch.setattr(dedup, "publish", lambda *args, **kwargs: (_ for _ in ()).throw(SoftTimeLimitExceeded))
+    monkeypatch.setattr(publishing, "publish", lambda *args, **kwargs: (_ for _ in ()).throw(SoftTimeLimitExceeded))
 
     @app.task(base=Task, shared=False, name="parent")
     def parent():

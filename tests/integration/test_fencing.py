@@ -15,7 +15,7 @@ from sqlalchemy import orm
 from celery_syncguard import Lease, SyncGuard, errors
 from celery_syncguard.core.key import new_lock_id
 from celery_syncguard.core.store import Acquire, Grant, Held
-from celery_syncguard.postgres.caller import NotInTransaction
+from celery_syncguard.postgres.adapters import NotInTransaction
 from celery_syncguard.postgres.migrate import migrate
 from tests.fixtures.polling import poll
 from tests.integration.test_revisions_callers import (

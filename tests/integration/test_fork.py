@@ -91,12 +91,12 @@ def test_without_starting_afresh_the_children_would_speak_over_the_parents_conne
 _BUSY_PROGRAM = """
 import os, signal, sys, threading, traceback
 from celery import Celery
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 from celery_syncguard.core.loop import Bell
 
 app = Celery("busy", broker="memory://", set_as_current=False)
 app.conf.syncguard_dsn = sys.argv[1]
-ours = binding.binding_for(app)
+ours = app_state.state_of(app)
 lease = ours.guard.try_acquire("parent", ttl=60)
 lease.renew()
 ours.confirmer.end("claim", task_id="nobody's", ttl=5)
@@ -133,7 +133,7 @@ pid = os.fork()
 if pid == 0:
     signal.alarm(15)  # a child that hangs is killed
     try:
-        with binding.guard_for(app).hold("child") as own:
+        with app_state.guard_for(app).hold("child") as own:
             assert own.renew()
         ours.confirmer.end("claim", task_id="nobody's", ttl=5)
         ours.flush()

@@ -12,7 +12,7 @@ from celery import Celery, Task, signals
 from celery.app import trace
 
 from celery_syncguard import ImproperlyConfigured, LockedTask, LockHeld, NoLease
-from celery_syncguard.tasks import binding, gate
+from celery_syncguard.tasks import app_state, gate
 from celery_syncguard.testing import hold_elsewhere
 
 
@@ -26,7 +26,7 @@ def app():
         task_default_queue=uuid.uuid4().hex,
     )
     yield app
-    binding.binding_for(app).close()
+    app_state.state_of(app).close()
 
 
 @pytest.fixture(params=["eagerly", "in a worker"])
@@ -57,7 +57,7 @@ def run(app, request, monkeypatch):
 
 
 def keys(app):
-    return [row.key for row in binding.guard_for(app).locks()]
+    return [row.key for row in app_state.guard_for(app).locks()]
 
 
 class Work:
@@ -167,7 +167,7 @@ def test_a_body_is_locked_however_it_came_to_be(app, run, make, retrying):
     assert keys(app) == []
     assert task("a") == [], "a plain call takes no lock"
     # Which is what makes a worker see to what a killed child held.
-    assert app in binding._bindings
+    assert app in app_state._states
 
 
 @pytest.mark.parametrize("make", [inherited, body_in_call])
@@ -318,7 +318,7 @@ def test_autoretry_lies_around_the_lock_whatever_call_does(app):
 
     assert f.apply().result == ["k"]
     assert seen == [[]]
-    with hold_elsewhere(binding.guard_for(app), "k"):
+    with hold_elsewhere(app_state.guard_for(app), "k"):
         assert isinstance(f.apply().result, LockHeld)
     assert seen == [[], ["k"], ["k"]]
 
@@ -461,7 +461,7 @@ def test_an_immutable_errback_is_locked_too(app, caplog):
     assert seen == [("a", "b", ["a"])]
     undo.si("a", "b")()
     assert seen[1:] == [("a", "b", [])], "a call by code is plain"
-    with hold_elsewhere(binding.guard_for(app), "a"):
+    with hold_elsewhere(app_state.guard_for(app), "a"):
         assert fails.apply(link_error=undo.si("a", "b"), task_id="t").state == "FAILURE"
     assert len(seen) == 2
     assert f"the errback {undo.name} of {fails.name}[t] was not run: 'a' is held" in caplog.text
@@ -563,7 +563,7 @@ def test_an_async_function_that_is_run_by_its_decorator_is_a_body(app, run):
 def test_a_worker_with_a_pool_that_calls_bodies_elsewhere_does_not_start(capsys):
     pool = type("AsyncIOPool", (), {"__module__": "celery_aio_pool.pool"})
     with pytest.raises(SystemExit):
-        binding._check_pool(pool)
+        app_state._check_pool(pool)
     assert "start this worker with another pool" in capsys.readouterr().err
     for name in ("prefork", "threads", "solo"):
-        binding._check_pool(name)
+        app_state._check_pool(name)

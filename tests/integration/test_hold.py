@@ -17,7 +17,7 @@ from celery_syncguard import Lease, LockedTask, SyncGuard
 from celery_syncguard import guard as guard_module
 from celery_syncguard.core import lease
 from celery_syncguard.errors import LockHeld
-from celery_syncguard.tasks import binding, run
+from celery_syncguard.tasks import app_state, delivery
 from tests.fixtures.polling import poll
 
 #: Where a handler is tried at every single instruction, and in the function that holds. The rest are the standard library,
@@ -124,7 +124,7 @@ def runs_left() -> list[int]:
     def work(key: str) -> None:
         """Ends at once."""
 
-    guard = binding.guard_for(app)
+    guard = app_state.guard_for(app)
     work.apply(("before",))
     left = []
     number = 0
@@ -133,7 +133,7 @@ def runs_left() -> list[int]:
 
         def trace(frame: FrameType, event: str, arg: Any) -> Any:
             nonlocal seen
-            if frame.f_code.co_filename != run.__file__ or frame.f_code.co_name not in LOCKED:
+            if frame.f_code.co_filename != delivery.__file__ or frame.f_code.co_name not in LOCKED:
                 return None
             if event == "line":
                 seen += 1
@@ -148,12 +148,12 @@ def runs_left() -> list[int]:
         finally:
             sys.settrace(None)
         guard.flush()
-        if guard.inspect(f"k{number}") is not None or run._running:
+        if guard.inspect(f"k{number}") is not None or delivery._running:
             left.append(number)
-            run._running.clear()
+            delivery._running.clear()
         if seen <= number:
             assert number > 20
-            binding.binding_for(app).close()
+            app_state.state_of(app).close()
             return left
         number += 1
 
@@ -164,7 +164,7 @@ def test_whenever_a_soft_time_limit_strikes_a_run_neither_its_lock_nor_the_run_i
     # At the line before the first `try` nobody has the lease: it is not renewed, and ends at its ttl.
     assert set(runs_left()) <= {0}
     # The control: without the second end.
-    monkeypatch.setattr(run.Run, "_run_locked", run.Run._run_body)
+    monkeypatch.setattr(delivery.Delivery, "_run_locked", delivery.Delivery._run_body)
     assert len(runs_left()) > 10
 
 

@@ -12,7 +12,7 @@ from celery_syncguard import ImproperlyConfigured, LockedTask, TooManyDeaths
 from celery_syncguard.core.key import new_lock_id
 from celery_syncguard.core.memory import MemoryStore
 from celery_syncguard.core.store import Acquire, Buried, Grant
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 from celery_syncguard.tasks.options import TaskOptions
 from tests.fixtures.polling import poll
 
@@ -24,7 +24,7 @@ def app(eager_app):
 
 @pytest.fixture
 def guard(app):
-    return binding.guard_for(app)
+    return app_state.guard_for(app)
 
 
 # lock_min_hold
@@ -124,7 +124,7 @@ def test_the_setting_is_the_ttl_of_whoever_names_none(app):
 
     @app.task(base=LockedTask, bind=True, shared=False, lock_key="k")
     def by_the_setting(self):
-        (row,) = binding.guard_for(app).locks()
+        (row,) = app_state.guard_for(app).locks()
         return self.lease.ttl, row.remaining
 
     @app.task(base=LockedTask, bind=True, shared=False, lock_key="k", lock_ttl=9)
@@ -136,7 +136,7 @@ def test_the_setting_is_the_ttl_of_whoever_names_none(app):
     assert 5 < remaining <= 7
     assert by_itself.apply().get() == 9
     assert by_the_setting.apply(lock_ttl=11).get()[0] == 11
-    with binding.guard_for(app).hold("k") as lease:
+    with app_state.guard_for(app).hold("k") as lease:
         assert lease.ttl == 7
 
 

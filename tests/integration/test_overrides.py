@@ -6,7 +6,7 @@ import pytest
 from celery import Celery, Task
 
 from celery_syncguard import LockedTask
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 
 
 @pytest.fixture
@@ -14,11 +14,11 @@ def app():
     app = Celery("overrides", set_as_current=False)
     app.conf.update(syncguard_dsn="memory://", broker_url="memory://", result_backend="cache+memory://")
     yield app
-    binding.binding_for(app).close()
+    app_state.state_of(app).close()
 
 
 def keys(app):
-    return [row.key for row in binding.guard_for(app).locks()]
+    return [row.key for row in app_state.guard_for(app).locks()]
 
 
 def locked_while_running(app, task, *args):
@@ -139,7 +139,7 @@ def test_django_s_task_class_covers_the_body_too():
 
         locked_while_running(app, body)
         assert hasattr(body, "delay_on_commit")
-        binding.binding_for(app).close()
+        app_state.state_of(app).close()
 
 
 def test_an_instrument_that_wraps_run_lies_around_the_lock_or_inside_and_loses_nothing(app):

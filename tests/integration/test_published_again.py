@@ -17,7 +17,7 @@ from kombu.common import Broadcast
 
 from celery_syncguard import LockedTask
 from celery_syncguard.core.memory import MemoryStore
-from celery_syncguard.tasks import binding, dedup, message, run
+from celery_syncguard.tasks import app_state, delivery, header, publishing
 from celery_syncguard.testing import hold_elsewhere
 from tests.fixtures.polling import poll
 
@@ -62,7 +62,7 @@ def desk(app, queue):
     finally:
         one.queue.delete()
         one.connection.close()
-        binding.binding_for(app).close()
+        app_state.state_of(app).close()
         app.close()
 
 
@@ -108,7 +108,7 @@ def published_again(desk, body, **noted):
     received = desk.take()
     received.headers.update(noted)
     if body is comes_back:
-        with hold_elsewhere(binding.guard_for(app), "k"):
+        with hold_elsewhere(app_state.guard_for(app), "k"):
             desk.run(received, task)
     else:
         desk.run(received, task)
@@ -124,7 +124,7 @@ def test_what_brokers_noted_on_a_message_is_not_published_again(in_memory, body)
 
 def test_without_the_filter_rabbitmq_is_told_of_the_old_way(in_memory, monkeypatch):
     """The negative control: by such a header RabbitMQ takes the second return for a circle, and drops the message."""
-    monkeypatch.setattr(message, "_NOTED", re.compile("nothing"))
+    monkeypatch.setattr(header, "_NOTED", re.compile("nothing"))
     assert "x-death" in published_again(in_memory, comes_back, **NOTED)
 
 
@@ -163,7 +163,7 @@ def test_what_is_sent_by_name_with_the_headers_of_another_one_has_keys_of_its_ow
     app = in_memory.app
 
     def body(self, n):
-        dedup.send_task(app, "other", [2], lock_key="given", headers=self.request.headers)
+        publishing.send_task(app, "other", [2], lock_key="given", headers=self.request.headers)
 
     task = app.task(base=LockedTask, bind=True, shared=False, name="work", lock_key="{n}", dedup_key="{n}")(body)
     task.apply_async((1,), headers={"x-mine": "kept"})
@@ -180,7 +180,7 @@ def test_what_a_worker_s_main_process_publishes_again_is_no_duplicate(in_memory,
     """Celery 5.7's `retry_on_worker_lost`, of a message without a claim of its own. The control is a new publish."""
     app = in_memory.app
     task = app.task(base=LockedTask, shared=False, name="work", lock_key=None, dedup_key="{n}")(does_nothing)
-    binding.guard_for(app).store.claim("1", task_id="another", ttl=60)
+    app_state.guard_for(app).store.claim("1", task_id="another", ttl=60)
     result = task.apply_async((1,), task_id="mine", **({"retries": 1} if again else {}))
     assert (result.id, in_memory.take() is not None) == (("mine", True) if again else ("another", False))
 
@@ -233,7 +233,7 @@ def test_a_new_publish_under_an_old_task_id_is_new_work(in_memory):
 
 def test_without_a_name_for_each_publish_the_second_one_is_taken_for_a_copy(in_memory, monkeypatch):
     """The negative control."""
-    monkeypatch.setattr(dedup, "_begin_call", lambda header, call: None)
+    monkeypatch.setattr(publishing, "_begin_call", lambda header, call: None)
     gated = Gated(in_memory.app)
     gated.task.apply_async((1,), task_id="t")
     with gated.running(in_memory, in_memory.take()):
@@ -293,7 +293,7 @@ def test_an_attempt_that_was_retried_runs_once_however_often_it_is_delivered(in_
 
 @pytest.mark.parametrize("until", ["done", "start"])
 def test_a_claim_lives_as_long_as_its_message_waits(in_memory, until):
-    guard = binding.guard_for(in_memory.app)
+    guard = app_state.guard_for(in_memory.app)
     gated = Gated(in_memory.app, dedup_key="d", dedup_ttl=1800, dedup_until=until, lock_retry_delay=(0.1, 0.1))
     first = gated.task.delay(1)
     with hold_elsewhere(guard, "k"):
@@ -309,7 +309,7 @@ def test_without_its_renewal_a_claim_ends_before_its_message_runs(in_memory, mon
     monkeypatch.setattr(MemoryStore, "_keep_claim", lambda *_: None)
     gated = Gated(in_memory.app, dedup_key="d", dedup_ttl=1.0)
     gated.task.delay(1)
-    with hold_elsewhere(binding.guard_for(in_memory.app), "k"):
+    with hold_elsewhere(app_state.guard_for(in_memory.app), "k"):
         in_memory.run(in_memory.take(), gated.task)
         poll(lambda: not gated.task.delay(2).duplicate)
 
@@ -319,7 +319,7 @@ def test_a_retry_after_a_long_body_has_its_claim_until_it_runs(in_memory, countd
     """However little of it the body has left."""
 
     def body(self):
-        claim = binding.guard_for(in_memory.app).store._claims["d"]
+        claim = app_state.guard_for(in_memory.app).store._claims["d"]
         claim.expires -= 1799
         raise self.retry(countdown=countdown)
 
@@ -328,7 +328,7 @@ def test_a_retry_after_a_long_body_has_its_claim_until_it_runs(in_memory, countd
     )(body)
     task.delay()
     in_memory.run(in_memory.take(), task)
-    claim = binding.guard_for(in_memory.app).store.claim("d", task_id="another", ttl=1)
+    claim = app_state.guard_for(in_memory.app).store.claim("d", task_id="another", ttl=1)
     assert claim.remaining > countdown + 1700
 
 
@@ -419,7 +419,7 @@ def test_a_run_that_is_answered_for_other_arguments_is_told_and_one_for_the_same
     task.delay(7, 9999) if other else task.delay(payment=7)
     in_memory.run(in_memory.take(), task)
     assert (f"task {first.id} did '7' with other arguments than these" in caplog.text) is other
-    assert binding.guard_for(in_memory.app).counts["answered"] == 1
+    assert app_state.guard_for(in_memory.app).counts["answered"] == 1
 
 
 # --- a Broadcast queue ------------------------------------------------------------------------------------------------
@@ -462,7 +462,7 @@ def test_what_was_sent_to_every_worker_runs_once_in_each_one_after_the_other_and
     with gated.running(one, first, "w1"):
         waiting = threading.Thread(target=one.run, args=(second, gated.task, "w2"))
         waiting.start()
-        poll(lambda: binding.guard_for(one.app).counts["retry"] >= 2)
+        poll(lambda: app_state.guard_for(one.app).counts["retry"] >= 2)
         assert gated.ran == [1]
     waiting.join(30)
     assert gated.ran == [1, 1]
@@ -472,7 +472,7 @@ def test_what_was_sent_to_every_worker_runs_once_in_each_one_after_the_other_and
 @pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
 def test_without_waiting_in_place_what_comes_back_goes_to_every_worker(two_workers, monkeypatch):
     """The negative control. (On Redis it is lost: a worker that only publishes there does not know that it goes to all.)"""
-    monkeypatch.setattr(run, "is_broadcast", lambda app, delivery_info: False)
+    monkeypatch.setattr(delivery, "is_broadcast", lambda app, delivery_info: False)
     one, drain = two_workers
     gated = Gated(one.app)
     gated.task.apply_async((1,), declare=[one.queue.exchange])
@@ -516,7 +516,7 @@ if DELAYS_NATIVELY:
         options = {"lock_key": "k", "lock_retry_delay": (0.1, 0.2)}
         task = quorum.app.task(base=LockedTask, bind=True, shared=False, name="work", **options)(body)
         task.apply_async((1,), queue=quorum.queue.name)
-        with hold_elsewhere(binding.guard_for(quorum.app), "k"):
+        with hold_elsewhere(app_state.guard_for(quorum.app), "k"):
             for _ in range(3):
                 quorum.run(arrived(quorum), task)
         quorum.run(arrived(quorum), task)

@@ -14,7 +14,7 @@ from psycopg.rows import dict_row
 from sqlalchemy import orm
 
 from celery_syncguard import revisions
-from celery_syncguard.postgres.caller import NotInTransaction, caller
+from celery_syncguard.postgres.adapters import NotInTransaction, adapter_for
 
 Begin = Callable[[], AbstractContextManager[Any]]
 
@@ -289,7 +289,9 @@ def test_pull_and_purge_work_in_the_callers_transaction(begin):
     with begin() as conn:
         revisions.ensure_owner(conn, owner)
         revision = revisions.next_revision(conn, owner)
-        caller(conn).rows("insert into notes values (%s, %s, now(), %s)", [str(uuid.uuid4()), str(owner), revision])
+        adapter_for(conn).rows(
+            "insert into notes values (%s, %s, now(), %s)", [str(uuid.uuid4()), str(owner), revision]
+        )
         assert revisions.guard_pull(conn, owner, 0) == 1
     with begin() as conn:
         assert revisions.purge_tombstones(conn, "notes", older_than=0) == revisions.PurgedBatch(1, {owner: 1})
@@ -390,7 +392,7 @@ def test_autocommit_without_a_transaction_is_refused_before_any_write(dsn, kind)
         with psycopg.connect(dsn) as connection:
             assert connection.execute(counters).fetchall() == before
         # The control: without the refusal, the same connection would have written, and committed at once.
-        caller(conn).rows("update sync_revisions set last_revision = 9 where owner_id = %s", [str(owner)])
+        adapter_for(conn).rows("update sync_revisions set last_revision = 9 where owner_id = %s", [str(owner)])
         with psycopg.connect(dsn) as connection:
             assert revisions.current_revision(connection, owner) == 9
 
@@ -410,7 +412,7 @@ def test_transaction_opens_one_that_commits_and_nests_as_a_savepoint(dsn):
     with engine_of(dsn) as engine, django_alias(dsn) as alias:
         with engine.connect() as connection, orm.Session(engine) as session, autocommit_psycopg(dsn) as plain:
             for count, conn in enumerate((plain, connection, session, alias)):
-                adapter = caller(conn)
+                adapter = adapter_for(conn)
                 with adapter.transaction():
                     revisions.ensure_owner(conn, owner)
                     assert revisions.next_revision(conn, owner) == count + 1

@@ -11,7 +11,7 @@ import pytest
 from celery_syncguard import LockedTask, LockHeld, SyncGuard, signals
 from celery_syncguard.core.store import Held
 from celery_syncguard.skipped import Skipped
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 from celery_syncguard.testing import hold_elsewhere
 from tests.fixtures.polling import poll
 
@@ -25,7 +25,7 @@ def app(eager_app):
 
 @pytest.fixture
 def guard(app):
-    return binding.guard_for(app)
+    return app_state.guard_for(app)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from kombu.exceptions import EncodeError
 
 from celery_syncguard import ImproperlyConfigured, InvalidKey, LockedTask
 from celery_syncguard.dedup import send_task
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def eager(app):
     """Run tasks here and now; answers with the keys that are locked while a body asks."""
     app.conf.task_always_eager = True
     app.conf.task_eager_propagates = True
-    guard = binding.guard_for(app)
+    guard = app_state.guard_for(app)
     return lambda: [row.key for row in guard.locks()]
 
 
@@ -601,7 +601,7 @@ def test_a_key_is_the_same_for_every_attempt_and_every_way_to_publish(app, value
 
 def test_without_the_serializer_s_form_attempts_differ(app, monkeypatch):
     """The negative control."""
-    monkeypatch.setattr("celery_syncguard.tasks.plan.as_sent", lambda args, kwargs, serializer: (args, kwargs))
+    monkeypatch.setattr("celery_syncguard.tasks.keys.as_sent", lambda args, kwargs, serializer: (args, kwargs))
 
     @app.task(base=LockedTask, lock_key=lambda task, args, kwargs: f"x:{args[0]}")
     def f(n):

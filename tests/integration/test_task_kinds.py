@@ -12,7 +12,7 @@ from celery.exceptions import MaxRetriesExceededError
 from pydantic import BaseModel
 
 from celery_syncguard import SKIPPED, Fence, LockedTask, LockHeld, NoLease, Skipped, guard_for, signals
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 from celery_syncguard.testing import hold_elsewhere
 
 
@@ -26,7 +26,7 @@ def app():
 
 @pytest.fixture
 def guard(app):
-    return binding.guard_for(app)
+    return app_state.guard_for(app)
 
 
 @pytest.fixture
@@ -287,7 +287,7 @@ def test_an_application_whose_default_task_class_is_ours_locks_what_has_a_key(se
 
     app = Celery("own", task_cls=Own, set_as_current=False)
     app.conf.update(syncguard_dsn="memory://", task_always_eager=True, task_eager_propagates=True)
-    guard = binding.guard_for(app)
+    guard = app_state.guard_for(app)
 
     @app.task(shared=False, lock_key="f")
     def f():

@@ -17,12 +17,12 @@ from kombu import Connection, Producer
 
 from celery_syncguard import signals
 from celery_syncguard.beat.scheduler import LeaderScheduler, scheduler_class
-from celery_syncguard.beat.sending import sending, undisturbed
+from celery_syncguard.beat.slot_sender import sending, undisturbed
 from celery_syncguard.beat.slots import PRUNED_AT_MOST, MemorySlots, Slot
 from celery_syncguard.beat.timekeeper import Timekeeper
 from celery_syncguard.core import clock
 from celery_syncguard.errors import ImproperlyConfigured, StoreUnavailable
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 from tests.fixtures.interrupting import at_step
 from tests.fixtures.polling import poll
 
@@ -919,7 +919,7 @@ def test_a_signal_waits_for_the_end_of_a_send_and_a_second_one_does_not():
 def test_a_standby_has_no_schedule_and_looks_often():
     app = make_app({"a": every(1)})
     one = LeaderScheduler(app=app, lazy=False)
-    guard = binding.guard_for(app)
+    guard = app_state.guard_for(app)
     from celery_syncguard.core.leadership import leader_lock_key
     from celery_syncguard.core.store import Acquire
 

@@ -8,7 +8,7 @@ from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
 from celery_syncguard import LockedTask, errors
-from celery_syncguard.tasks.message import carried_options, is_broadcast, queue_of
+from celery_syncguard.tasks.header import carried_options, is_broadcast, queue_of
 from celery_syncguard.tasks.options import _formatter
 
 

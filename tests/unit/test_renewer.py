@@ -16,7 +16,7 @@ from celery_syncguard.core import renewer
 from celery_syncguard.core.memory import MemoryStore
 from celery_syncguard.core.store import Release, Renewal
 from celery_syncguard.errors import StoreUnavailable
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 from celery_syncguard.testing import FakeClock
 from tests.fixtures.polling import poll
 
@@ -150,8 +150,8 @@ def test_what_could_not_be_released_is_released_before_the_process_ends(guard: S
     guard._renewer._releaser.stop()
     store.mood = "renewed"
     app = Celery("ending", set_as_current=False)
-    binding.binding_for(app)._guard = guard
-    binding._flush_all()  # at the end of a worker, of its children, and of any other process
+    app_state.state_of(app)._guard = guard
+    app_state._flush_all()  # at the end of a worker, of its children, and of any other process
     assert guard.locks() == []
 
 

@@ -11,7 +11,7 @@ from celery import Celery
 from celery.worker.request import Request
 
 from celery_syncguard import LockedTask
-from celery_syncguard.tasks import binding, worker
+from celery_syncguard.tasks import app_state, worker
 from celery_syncguard.tasks.worker import GuardedRequest
 
 
@@ -32,7 +32,7 @@ class Queue:
         self.app = Celery("requests", broker="memory://", backend="cache+memory://", set_as_current=False)
         self.app.conf.update(syncguard_dsn="memory://", task_default_queue="requests")
         self.connection = self.app.connection()
-        self.binding = binding.binding_for(self.app)
+        self.binding = app_state.state_of(self.app)
         self.went_back = False
         worker._undertaker.bind(None, self.binding)
 

@@ -3,7 +3,7 @@
 import time
 
 from celery_syncguard import LockedTask, LockHeld
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 from tests.fixtures import gate
 from tests.fixtures.app import make_app
 from tests.fixtures.history import record_task
@@ -38,7 +38,7 @@ def outer_that_waits(self, key):
     """Without our check: waiting for a lock which this very body holds ends with the wait, and with nothing else."""
     started = time.monotonic()
     try:
-        with binding.guard_for(app).hold(key, wait=2):
+        with app_state.guard_for(app).hold(key, wait=2):
             raise AssertionError("two holders of one lock")
     except LockHeld:
         return time.monotonic() - started

@@ -14,7 +14,7 @@ from celery.app.trace import build_tracer
 
 from celery_syncguard import LockedTask
 from celery_syncguard.core.lease import Lease
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 
 app = Celery("many", set_as_current=False)
 app.conf.update(syncguard_dsn="memory://", broker_url="memory://", result_backend="disabled://")
@@ -41,7 +41,7 @@ def main(count):
         result = trace(f"id{number}", (number % 200,), {}, {"headers": {}, "retries": 0, "called_directly": False})
         seen["failed" if result.info is not None else "succeeded"] += 1
         if (number + 1) % (count // 10) == 0:
-            binding.guard_for(app).prune(older=0)  # what has ended, in the store that is this process's own
+            app_state.guard_for(app).prune(older=0)  # what has ended, in the store that is this process's own
             gc.collect()
             seen["memory"].append(memory())
             seen["threads"].append(threading.active_count())
@@ -49,7 +49,7 @@ def main(count):
     gc.collect()
     seen["leases"] = sum(isinstance(one, Lease) for one in gc.get_objects())
     seen["requests"] = len(work.request_stack.stack)
-    seen["locks"] = len(binding.guard_for(app).locks())
+    seen["locks"] = len(app_state.guard_for(app).locks())
     print(json.dumps(seen))
 
 

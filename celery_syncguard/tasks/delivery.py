@@ -36,15 +36,15 @@ from celery_syncguard.core.store import Acquire, Dead, Done, Held
 from celery_syncguard.errors import LeaseLost, LockHeld, SchemaBehind, StoreUnavailable, SyncGuardError, TooManyDeaths
 from celery_syncguard.guard import lock_held
 from celery_syncguard.skipped import Skipped
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
+from celery_syncguard.tasks.header import HEADER, carried_options, claim_of, differ, header_of, is_broadcast
 from celery_syncguard.tasks.interrupt import Interrupt, interrupt_for
-from celery_syncguard.tasks.message import HEADER, carried_options, claim_of, differ, header_of, is_broadcast
 from celery_syncguard.tasks.options import TaskOptions
 
-__all__ = ["RUN", "Answered", "Run", "check_outer", "life", "seconds_until"]
+__all__ = ["DELIVERY", "Answered", "Delivery", "check_outer", "life", "seconds_until"]
 
 #: Where a request keeps its run.
-RUN = "_syncguard_run"
+DELIVERY = "_syncguard_delivery"
 
 #: Where a request says that its delivery has come as far as here.
 _REACHED = "_syncguard_reached"
@@ -64,7 +64,7 @@ _EAGER_PATIENCE = 60.0
 _ABSENT = (StoreUnavailable, SchemaBehind)
 
 #: The runs of each thread or greenlet, innermost last: an eager call may run inside another one.
-_running: dict[Any, list[Run]] = {}
+_running: dict[Any, list[Delivery]] = {}
 
 
 class Answered(Ignore):  # type: ignore[misc]
@@ -75,7 +75,7 @@ class Answered(Ignore):  # type: ignore[misc]
         self.skipped = marker
 
 
-def _runs_here() -> Sequence[Run]:
+def _runs_here() -> Sequence[Delivery]:
     return _running.get(get_ident(), ())
 
 
@@ -91,7 +91,7 @@ def check_outer() -> None:
             raise run.lease.loss()
 
 
-class Run:
+class Delivery:
     """One delivery of one task."""
 
     __slots__ = (
@@ -123,7 +123,7 @@ class Run:
         self._guard_found: Any = None
 
     @classmethod
-    def of(cls, task: Any, request: Any, args: Any, kwargs: Any) -> Run:
+    def of(cls, task: Any, request: Any, args: Any, kwargs: Any) -> Delivery:
         """For the delivery that `request` describes. Computes the keys that its message lacks."""
         header = header_of(request.headers)
         for entry in ("key", "run", "claim", "call", "print"):
@@ -286,7 +286,7 @@ class Run:
     @property
     def _guard(self) -> Any:
         if self._guard_found is None:
-            self._guard_found = binding.guard_for(self.task.app)
+            self._guard_found = app_state.guard_for(self.task.app)
         return self._guard_found
 
     # The body
@@ -303,7 +303,7 @@ class Run:
 
     def _run_body(self, body: Callable[[], Any], lease: Lease | None) -> Any:
         self.lease = lease
-        self.request.__dict__[RUN] = self
+        self.request.__dict__[DELIVERY] = self
         runs = _running.setdefault(get_ident(), [])
         failure: BaseException | None = None
         try:
@@ -329,12 +329,12 @@ class Run:
             self._end(self.lease, failure)
             failure = None
 
-    def _leave(self, runs: list[Run]) -> None:
+    def _leave(self, runs: list[Delivery]) -> None:
         if self in runs:
             runs.remove(self)
         if not runs:
             _running.pop(get_ident(), None)
-        self.request.__dict__.pop(RUN, None)
+        self.request.__dict__.pop(DELIVERY, None)
 
     def give_up_lease(self) -> None:
         """What an eager body puts in its own place runs inside of it, and may need the same lock. In a worker it comes after the
@@ -481,7 +481,7 @@ class Run:
 
     @property
     def _confirmer(self) -> Any:
-        return binding.binding_for(self.task.app).confirmer
+        return app_state.state_of(self.task.app).confirmer
 
     # Not running
 

@@ -13,7 +13,7 @@ from celery_syncguard.core.config import DEFAULT_TTL
 from celery_syncguard.core.key import task_key
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey
 from celery_syncguard.tasks.body import signature_of
-from celery_syncguard.tasks.message import carried_options
+from celery_syncguard.tasks.header import carried_options
 from celery_syncguard.tasks.options import (
     Parameters,
     TaskOptions,
@@ -24,13 +24,13 @@ from celery_syncguard.tasks.options import (
     portable,
 )
 
-__all__ = ["Plan"]
+__all__ = ["TaskKeys"]
 
 #: Options that are keys, and where the header has them.
 _ENTRIES = {"lock_key": "key", "dedup_key": "claim", "run_once": "run"}
 
 
-class Plan:
+class TaskKeys:
     """The options of one task class, with its templates parsed."""
 
     __slots__ = ("_entries", "_parameters", "_templates", "body", "options")
@@ -48,7 +48,7 @@ class Plan:
         }
 
     @classmethod
-    def of_class(cls, task: type, *, lock_ttl: float | None, own: Any = None) -> Plan:
+    def of_class(cls, task: type, *, lock_ttl: float | None, own: Any = None) -> TaskKeys:
         """`own` is as `signature_of` has it.
 
         Raises:

@@ -29,12 +29,12 @@ from celery_syncguard.core.process import default_holder
 from celery_syncguard.core.store import Claim
 from celery_syncguard.errors import DuplicateTask, SyncGuardError
 from celery_syncguard.skipped import SKIPPED, Skipped, marker_for
-from celery_syncguard.tasks import binding
+from celery_syncguard.tasks import app_state
 from celery_syncguard.tasks.confirmer import UNCONFIRMED_TTL
-from celery_syncguard.tasks.message import HEADER, differ, header_of, without_way
+from celery_syncguard.tasks.delivery import DELIVERY, life, seconds_until
+from celery_syncguard.tasks.header import HEADER, differ, header_of, without_way
 from celery_syncguard.tasks.options import TaskOptions
-from celery_syncguard.tasks.receipts import ask_for_receipts
-from celery_syncguard.tasks.run import RUN, life, seconds_until
+from celery_syncguard.tasks.publisher_confirms import ask_for_confirms
 
 __all__ = ["begun", "follows", "publish", "send_task"]
 
@@ -72,8 +72,8 @@ def publish(
     key = header.get("claim")
     if key is None:
         return send(**call)
-    ask_for_receipts(app)
-    store = binding.guard_for(app).store
+    ask_for_confirms(app)
+    store = app_state.guard_for(app).store
     task_id = call["task_id"] = call.get("task_id") or uuid()
     holder = f"{name}[{task_id}] {default_holder()}"
     # What was due long ago is work like any other, and its claim is no shorter.
@@ -97,7 +97,7 @@ def publish(
         logger.warning("%s[%s] is sent without its claim: %s", name, task_id, exc)
         return _sent_unclaimed(header, call, send)
     if not claim.ours:
-        binding.guard_for(app).counts["duplicate"] += 1
+        app_state.guard_for(app).counts["duplicate"] += 1
         signals.task_duplicate.send(sender=task if task is not None else name, claim=claim)
         return _duplicate(app, name, options, claim, header=header, call=call, send=send)
     header["claimed"] = True
@@ -108,18 +108,18 @@ def publish(
         raise
     _confirm(app, key, task_id=task_id, ttl=ttl)
     request = current_task.request if current_task else None
-    if request is not None and request.id == task_id and RUN in request.__dict__:
+    if request is not None and request.id == task_id and DELIVERY in request.__dict__:
         # A body put this in its own place (`self.replace`), under its id and so under its claim.
-        request.__dict__[RUN].claim_passed_on = key
+        request.__dict__[DELIVERY].claim_passed_on = key
     return _marked(result, duplicate=False, holder=None)
 
 
 def _confirm(app: Any, key: str, *, task_id: str, ttl: float) -> None:
     """Before the caller goes on: it may freeze, or end, as soon as it has its answer."""
     try:
-        binding.guard_for(app).store.confirm([(key, task_id, ttl)])
+        app_state.guard_for(app).store.confirm([(key, task_id, ttl)])
     except BaseException as exc:
-        binding.binding_for(app).confirmer.confirm(key, task_id=task_id, ttl=ttl)
+        app_state.state_of(app).confirmer.confirm(key, task_id=task_id, ttl=ttl)
         if not isinstance(exc, SyncGuardError):
             raise
         logger.warning("a claim could not be confirmed, trying again in the background: %s", exc)
@@ -221,7 +221,7 @@ def follows(call: Mapping[str, Any]) -> bool:
         from celery_syncguard.tasks.worker import is_worker
 
         return is_worker()
-    if request.called_directly or RUN in request.__dict__ or call.get("task_id") == request.id:
+    if request.called_directly or DELIVERY in request.__dict__ or call.get("task_id") == request.id:
         return False
     body = ((request.chord or {}).get("options") or {}).get("task_id")
     return bool(
@@ -267,7 +267,7 @@ def send_task(
 
     Returns, raises: as `publish`.
     """
-    binding.attach(app)
+    app_state.attach(app)
     ours = _DEFAULTS.replace({"dedup_ttl": dedup_ttl, "dedup_on_duplicate": dedup_on_duplicate})
     # What a body hands on (`headers=self.request.headers`) is about the body's own message.
     header: dict[str, Any] = {}

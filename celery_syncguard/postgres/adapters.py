@@ -6,7 +6,7 @@ it comes from.
 
 Invariants:
 
-- Nothing is committed or rolled back here, except by `Caller.transaction`, which the caller asks for.
+- Nothing is committed or rolled back here, except by `Adapter.transaction`, which the caller asks for.
 - A connection in autocommit without a transaction is refused *before* the first statement: there our
   statement would be a transaction of its own, and whatever it promises would end with it.
 - No library is imported to find out what an object is: whoever made the object has imported it already.
@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 from celery_syncguard.errors import SyncGuardError
 
-__all__ = ["Caller", "InSavepoint", "NotInTransaction", "caller"]
+__all__ = ["Adapter", "InSavepoint", "NotInTransaction", "adapter_for"]
 
 _OPENERS = {
     "psycopg": "`with connection.transaction():`",
@@ -56,8 +56,8 @@ class InSavepoint(NotInTransaction):
     key: str = ""
 
 
-class Caller(ABC):
-    """One connection of the caller, whatever library it comes from. Made by `caller`."""
+class Adapter(ABC):
+    """One connection of the caller, whatever library it comes from. Made by `adapter_for`."""
 
     __slots__ = ()
     kind: ClassVar[str]
@@ -104,8 +104,8 @@ class Caller(ABC):
             )
 
 
-def caller(conn: Any) -> Caller:
-    """Return the `Caller` for a connection of the caller's.
+def adapter_for(conn: Any) -> Adapter:
+    """Return the `Adapter` for a connection of the caller's.
 
     ``conn``: a psycopg ``Connection`` or ``Cursor``; a SQLAlchemy ``Connection``, ``Session`` or
     ``scoped_session``; a Django connection (``django.db.connection``, ``connections[alias]``) or the alias
@@ -134,7 +134,7 @@ def caller(conn: Any) -> Caller:
     )
 
 
-def _sqlalchemy(conn: Any) -> Caller | None:
+def _sqlalchemy(conn: Any) -> Adapter | None:
     orm = sys.modules.get("sqlalchemy.orm")
     if orm is not None and isinstance(conn, orm.scoped_session):
         conn = conn()
@@ -144,7 +144,7 @@ def _sqlalchemy(conn: Any) -> Caller | None:
     return _SQLAlchemy(conn, is_session)
 
 
-def _django(conn: Any) -> Caller | None:
+def _django(conn: Any) -> Adapter | None:
     if isinstance(conn, import_module("django.utils.connection").ConnectionProxy):  # django.db.connection
         conn = conn.alias
     if isinstance(conn, str):
@@ -172,7 +172,7 @@ def _driver_in_transaction(driver: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Psycopg(Caller):
+class _Psycopg(Adapter):
     connection: Any
     kind: ClassVar[str] = "psycopg"
 
@@ -205,7 +205,7 @@ class _Psycopg(Caller):
 
 
 @dataclass(frozen=True, slots=True)
-class _SQLAlchemy(Caller):
+class _SQLAlchemy(Adapter):
     target: Any  # a Connection or a Session
     is_session: bool
     kind: ClassVar[str] = "sqlalchemy"
@@ -255,7 +255,7 @@ class _SQLAlchemy(Caller):
 
 
 @dataclass(frozen=True, slots=True)
-class _Django(Caller):
+class _Django(Adapter):
     wrapper: Any
     kind: ClassVar[str] = "django"
 

@@ -21,10 +21,10 @@ from celery_syncguard.core.process import forget_in_children
 from celery_syncguard.guard import SyncGuard
 from celery_syncguard.tasks.confirmer import Confirmer
 
-__all__ = ["Binding", "attach", "binding_for", "guard_for", "settings_for"]
+__all__ = ["AppState", "attach", "guard_for", "settings_for", "state_of"]
 
 
-class Binding:
+class AppState:
     """What one application has of ours."""
 
     def __init__(self, app: Celery) -> None:
@@ -86,17 +86,17 @@ class Binding:
             guard.close()
 
 
-_bindings: weakref.WeakKeyDictionary[Celery, Binding] = weakref.WeakKeyDictionary()
+_states: weakref.WeakKeyDictionary[Celery, AppState] = weakref.WeakKeyDictionary()
 _mutex = threading.Lock()
 
 
-def binding_for(app: Celery) -> Binding:
+def state_of(app: Celery) -> AppState:
     """What the application has of ours; made at the first call."""
     app = _real(app)
-    found = _bindings.get(app)
+    found = _states.get(app)
     if found is None:
         with _mutex:
-            found = _bindings.setdefault(app, Binding(app))
+            found = _states.setdefault(app, AppState(app))
     return found
 
 
@@ -111,27 +111,27 @@ def guard_for(app: Celery) -> SyncGuard:
     Raises:
         ImproperlyConfigured: its `syncguard_*` settings cannot be meant, or there is no dsn.
     """
-    return binding_for(app).guard
+    return state_of(app).guard
 
 
 def settings_for(app: Celery) -> Settings:
     """The application's settings, checked. Raises as `guard_for`."""
-    return binding_for(app).settings
+    return state_of(app).settings
 
 
 def attach(app: Celery) -> None:
     """Make an application ready for our tasks. May be repeated."""
     app = _real(app)
-    if app in _bindings:
+    if app in _states:
         return
-    binding_for(app)
+    state_of(app)
     stamps.follow_setting(app)
 
 
-def attached() -> list[Binding]:
+def attached() -> list[AppState]:
     """Those of all applications."""
     """Those of all applications."""
-    return list(_bindings.values())
+    return list(_states.values())
 
 
 def _flush_all(**_: Any) -> None:
@@ -146,9 +146,9 @@ def _flush_all(**_: Any) -> None:
 def _check_worker(sender: Any = None, **_: Any) -> None:
     from celery_syncguard.tasks import worker
 
-    if sender.app in _bindings:
+    if sender.app in _states:
         _check_pool(sender.pool_cls)
-        worker.start(sender, binding_for(sender.app))
+        worker.start(sender, state_of(sender.app))
 
 
 def _check_pool(pool: Any) -> None:

@@ -13,7 +13,7 @@ from celery.app import trace
 
 from celery_syncguard import LockedTask
 from celery_syncguard.dedup import send_task
-from celery_syncguard.tasks import binding, receipts
+from celery_syncguard.tasks import app_state, publisher_confirms
 from tests.fixtures.polling import poll
 from tests.fixtures.proxy import Proxy
 
@@ -47,7 +47,7 @@ def make(rabbit, pg_dsn):
     yield make
     rabbit.resume()
     for app in apps:
-        binding.binding_for(app).close()
+        app_state.state_of(app).close()
         app.close()
         with kombu.Connection(rabbit.direct) as connection:
             connection.default_channel.queue_delete(app.conf.task_default_queue)
@@ -101,7 +101,7 @@ def test_without_confirms_it_is_no_error_and_its_claim_stays(make, rabbit, pg_ds
     lost = rabbit.swallow_next_request(b"syncguard")
     task.delay(1)
     assert lost.wait(10)
-    binding.binding_for(app).flush()
+    app_state.state_of(app).flush()
     assert claims(pg_dsn)["1"] > 3500
     assert task.delay(1).duplicate
     assert queued(app, rabbit) == 1
@@ -119,7 +119,7 @@ def test_a_second_attempt_of_the_publish_waits_for_its_answer_too(make, rabbit, 
     assert not task.delay(1).duplicate
     assert lost.is_set()
     assert queued(app, rabbit) == 1 + (first == "plain")
-    binding.binding_for(app).flush()
+    app_state.state_of(app).flush()
     assert claims(pg_dsn)["1"] > 3500
     with app.producer_pool.acquire() as producer:
         assert producer.channel.basic_publish == producer.channel.basic_publish_confirm
@@ -155,7 +155,7 @@ def test_whatever_publishes_waits_for_the_brokers_answer(make, rabbit, pg_dsn, h
             deduplicated(app, dedup_key=None, lock_key=None).apply_async((1,), dedup_key="{n}")
         else:
             # A message that comes back under the claim that it has, as a retry does.
-            binding.guard_for(app).store.claim("1", task_id="t", ttl=60)
+            app_state.guard_for(app).store.claim("1", task_id="t", ttl=60)
             task.apply_async((1,), task_id="t", headers={"syncguard": {"claim": "1", "claimed": True}}, retries=1)
     assert lost.is_set()
     if how != "retry":  # whose task goes on to fail, and ends its claim
@@ -180,7 +180,7 @@ def test_an_application_without_claims_publishes_as_it_did(make, rabbit):
 def test_a_broker_that_hangs_is_given_up_and_its_late_answer_is_not_the_next_messages(
     make, rabbit, pg_dsn, monkeypatch
 ):
-    monkeypatch.setattr(receipts, "PATIENCE", 0.5)
+    monkeypatch.setattr(publisher_confirms, "PATIENCE", 0.5)
     app = make()
     task = deduplicated(app)
     task.delay(0)
@@ -236,6 +236,6 @@ def test_a_callback_that_the_broker_refuses_fails_by_itself(make, full_queue):
 
 def test_who_has_asked_for_receipts_himself_gets_the_error(make, full_queue):
     app = make(task_queues=[full_queue], broker_transport_options={"confirm_publish": True})
-    receipts.ask_for_receipts(app)
+    publisher_confirms.ask_for_confirms(app)
     with pytest.raises((MessageNacked, kombu.exceptions.OperationalError)):
         app.send_task("plain", queue=full_queue.name)

@@ -17,9 +17,9 @@ from typing import Any
 from amqp.exceptions import ChannelError, MessageNacked
 
 from celery_syncguard.core.events import logger
-from celery_syncguard.tasks.message import HEADER, claim_of
+from celery_syncguard.tasks.header import HEADER, claim_of
 
-__all__ = ["PATIENCE", "ask_for_receipts", "is_refusal", "turned_off"]
+__all__ = ["PATIENCE", "ask_for_confirms", "is_refusal", "turned_off"]
 
 #: Seconds to wait for an answer, at each attempt of a publish. By then a claim that is not confirmed has ended.
 PATIENCE = 10.0
@@ -29,7 +29,7 @@ _DRIVER = "py-amqp"
 _OPTION = "confirm_publish"
 
 
-def ask_for_receipts(app: Any) -> None:
+def ask_for_confirms(app: Any) -> None:
     """From now on, what the application publishes with a claim waits for the broker's answer. May be repeated."""
     amqp = app.amqp
     hand_over = amqp.send_task_message
