@@ -22,13 +22,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 from uuid import UUID
 
 from psycopg import sql
 
 from celery_syncguard.errors import SyncGuardError
+from celery_syncguard.postgres import migrate
 from celery_syncguard.postgres.adapters import Adapter, adapter_for
 
 __all__ = [
@@ -330,12 +330,7 @@ def copy_sql(name: Literal["revisions", "revisions-rename"]) -> str:
     """
     if name not in _COPIES.values():
         raise ValueError(f"there is SQL to copy for 'revisions' and 'revisions-rename', not for {name!r}")
-    package = Path(__file__).parent
-    for folder in (package / "migrations", package.parent / "migrations"):  # the wheel's, the checkout's
-        file = folder / "copy" / f"{name}.sql"
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
-    raise FileNotFoundError(f"{name}.sql is missing from this installation")
+    return (migrate.folder() / "copy" / f"{name}.sql").read_text("utf-8")
 
 
 def __getattr__(name: str) -> str:

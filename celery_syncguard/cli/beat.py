@@ -170,7 +170,7 @@ def step_down(ctx: click.Context, *, key: str | None, yes: bool) -> None:
             fail(f"nobody leads {key}")
         if not yes:
             click.echo(
-                f"{printable(lock.holder or 'somebody who left no name')} leads {printable(key)}, term {lock.fence}, "
+                f"{printable(lock.holder or 'an unnamed holder')} leads {printable(key)}, term {lock.fence}, "
                 f"since {duration(lock.since)}."
             )
             click.confirm("End its term?", abort=True)

@@ -365,7 +365,7 @@ class Leadership:
             logger.info(
                 "standby for %r: %s leads, term %s, since %.1f s",
                 self.key,
-                held.holder or "somebody who left no name",
+                held.holder or "an unnamed holder",
                 held.fence,
                 held.since,
             )
