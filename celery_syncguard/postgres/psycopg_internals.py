@@ -85,11 +85,11 @@ def quieten_pool(name: str, kind: type) -> None:
     """Keep the lines of the pool of that name, and about connections of that kind, out of the log `psycopg.pool`: it logs each
     attempt that fails, twice a second, and the caller is told once.
 
-    Relies on the pool's name or the connection being a line's first argument. If not, there are more lines.
+    Relies on a line naming the pool in quotes, or having the connection as its first argument. If not, there are more lines.
     """
 
     def is_about_others(record: logging.LogRecord) -> bool:
         about = record.args[0] if isinstance(record.args, tuple) and record.args else None
-        return about != name and not isinstance(about, kind)
+        return not isinstance(about, kind) and repr(name) not in record.getMessage()
 
     logging.getLogger("psycopg.pool").addFilter(is_about_others)
