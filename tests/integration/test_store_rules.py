@@ -308,7 +308,7 @@ def wal_bytes(session: Connection, call: str) -> int:
     row = session.execute(f"explain (analyze, wal, format json) select * from {call}".encode()).fetchone()
     assert row is not None
     plan = row[0] if isinstance(row[0], list) else json.loads(row[0])
-    return int(plan[0]["TaskKeys"]["WAL Bytes"])
+    return int(plan[0]["Plan"]["WAL Bytes"])
 
 
 def test_a_blocked_acquire_writes_nothing(store: PostgresStore, session: Connection) -> None:
