@@ -42,7 +42,7 @@ def test_a_waiter_that_is_interrupted_while_it_takes_its_place_leaves_it(monkeyp
 
     turns = Turns()
     with monkeypatch.context() as patched:
-        patched.setattr(guard, "Bell", Interrupted)
+        patched.setattr("celery_syncguard.core.turns.Bell", Interrupted)
         with pytest.raises(SoftTimeLimitExceeded), turns.turn("k", 0):
             pass
     assert not turns._queues
