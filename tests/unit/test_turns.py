@@ -7,7 +7,7 @@ import threading
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 
-from celery_syncguard import SyncGuard, guard
+from celery_syncguard import SyncGuard
 from celery_syncguard.core.loop import Bell
 from celery_syncguard.core.turns import Turns
 from celery_syncguard.testing import hold_elsewhere
