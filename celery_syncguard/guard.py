@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import random
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -38,9 +37,6 @@ from celery_syncguard.postgres import fencing
 from celery_syncguard.postgres.store import PostgresStore
 
 __all__ = ["SyncGuard", "lock_held"]
-
-#: Bounds in seconds of the pause between two attempts of a waiter that is not woken.
-_POLL = (0.25, 1.0)
 
 
 def lock_held(held: Held) -> LockHeld:
@@ -260,28 +256,9 @@ class SyncGuard:
     def acquire_waiting(self, request: Acquire, *, wait: float) -> Lease | Held | Done | Dead:
         """`acquire`, repeated for `wait` seconds while the key is held."""
         give_up_at = clock.now() + wait
-        if wait <= 0 or not self._turns.waiting(request.key):
-            answer = self._acquire_by(request, give_up_at)
-            if wait <= 0 or not isinstance(answer, Held):
-                return answer
-        # One waiter per process and key asks the database; the others wait for their turn behind it.
-        with self._turns.turn(request.key, give_up_at - clock.now()) as ours:
-            answer = self._acquire_by(request, give_up_at)
-            quiet = 0
-            while ours and isinstance(answer, Held):
-                left = give_up_at - clock.now()
-                if left <= 0:
-                    break
-                low, high = _POLL
-                pause = min(high, low * 2 ** min(quiet, 4)) * random.uniform(0.75, 1.25)
-                if answer.remaining > 0:
-                    pause = min(pause, answer.remaining + random.uniform(0.0, 0.02))
-                else:
-                    pause = min(pause, 0.05)
-                heard = self.store.wait(request.key, max(0.001, min(left, pause)))
-                quiet = 0 if heard else quiet + 1
-                answer = self._acquire_by(request, give_up_at)
-        return answer
+        return self._turns.repeat(
+            request.key, lambda: self._acquire_by(request, give_up_at), hear=self.store.wait, until=give_up_at
+        )
 
     def _acquire_by(self, request: Acquire, give_up_at: float) -> Lease | Held | Done | Dead:
         """One attempt, repeated until `give_up_at` while another transaction locks the row (each waits for it on the server)."""
