@@ -112,54 +112,44 @@ class Header(NamedTuple):
         return fingerprint is not None and self.fingerprint is not None and fingerprint != self.fingerprint
 
 
-def _refusal(what: str, expected: str, value: Any) -> ImproperlyConfigured:
-    return ImproperlyConfigured(f"{what} is {expected}, got {value!r:.80}")
-
-
 def _key(value: Any, what: str) -> str | None:
     return None if value is None else public_key(value, what=what)
 
 
-def _bool(value: Any, what: str) -> bool:
-    if value is True or value is False:
+def _checked(value: Any, what: str, expected: str, *, fits: bool) -> Any:
+    if fits:
         return value
-    raise _refusal(what, "true or false", value)
+    raise ImproperlyConfigured(f"{what} is {expected}, got {value!r:.80}")
 
 
-def _count(value: Any, what: str) -> int:
-    if type(value) is int and value >= 0:
-        return value
-    raise _refusal(what, "a whole number from 0", value)
+def _bool(value: Any, what: str) -> Any:
+    return _checked(value, what, "true or false", fits=type(value) is bool)
 
 
-def _text(value: Any, what: str) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    raise _refusal(what, "text", value)
+def _count(value: Any, what: str) -> Any:
+    return _checked(value, what, "a whole number from 0", fits=type(value) is int and value >= 0)
+
+
+def _text(value: Any, what: str) -> Any:
+    return _checked(value, what, "text", fits=value is None or isinstance(value, str))
 
 
 def _texts(value: Any, what: str) -> tuple[str, ...]:
-    if isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value):
-        return tuple(value)
-    raise _refusal(what, "a list of texts", value)
+    fits = isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
+    return tuple(_checked(value, what, "a list of texts", fits=fits))
 
 
 def _options(value: Any, what: str) -> Mapping[str, Any]:
     """Templates are the task's: one from a message could make a text of any size, and read attributes of arguments."""
-    if not isinstance(value, Mapping):
-        raise _refusal(what, "a mapping", value)
+    carried: Mapping[str, Any] = _checked(value, what, "a mapping", fits=isinstance(value, Mapping))
     for name in ("lock_key", "dedup_key", "run_once"):
-        if isinstance(value.get(name), str):
-            raise InvalidKey(
-                f"the header of a message carries a template for {name}: send the key itself, or leave it out"
-            )
-    return value
+        if isinstance(carried.get(name), str):
+            raise InvalidKey(f"the header of a message carries a template for {name}: send the key itself, or nothing")
+    return carried
 
 
-def _version(value: Any, what: str) -> int:
-    if type(value) is not int or value < 1:
-        raise _refusal(what, "a whole number from 1", value)
-    if value > VERSION:
+def _version(value: Any, what: str) -> Any:
+    if _checked(value, what, "a whole number from 1", fits=type(value) is int and value > 0) > VERSION:
         raise ImproperlyConfigured(
             f"the header of a message has version {value}, and this process reads versions up to {VERSION}: upgrade the "
             f"workers before the publishers"

@@ -251,7 +251,7 @@ def test_a_template_given_per_call_is_one_of_the_publishers_code(task):
 
 @pytest.mark.parametrize(("refused", "attempts"), [(True, 0), (False, 3)])
 def test_a_message_that_cannot_be_read_is_not_retried(app, refused, attempts):
-    """The next attempt could not read it either. The control is a message that can be read."""
+    """The next attempt could not be published with it. The control is a message that can be read."""
     ran = []
 
     @app.task(
