@@ -130,7 +130,7 @@ class Delivery:
     def of(cls, task: Any, request: Any, args: Any, kwargs: Any) -> Delivery:
         """For the delivery that `request` describes. Computes the keys that its message lacks."""
         header = Header.of(request.headers)
-        header, options = task.plan().complete(task, header, args, kwargs, {}, serializer=header.serializer)
+        header, options = task.plan().complete(task, header, args, kwargs, {})
         return cls(task, request, header, options)
 
     @classmethod
