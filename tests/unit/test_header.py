@@ -6,7 +6,7 @@ import json
 
 import pytest
 from celery import Celery
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from celery_syncguard import LockedTask, errors
@@ -103,6 +103,8 @@ def normal(text):
     return None if text is None else read(key=text).lock_key
 
 
+# A machine that is busy with other things draws slowly.
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.builds(
         Header,
