@@ -12,17 +12,10 @@ from typing import Any
 from celery_syncguard.core.config import DEFAULT_TTL
 from celery_syncguard.core.key import task_key
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey
+from celery_syncguard.tasks.arguments import Parameters, Template, arguments_key, as_sent, fingerprint
 from celery_syncguard.tasks.body import signature_of
 from celery_syncguard.tasks.header import carried_options
-from celery_syncguard.tasks.options import (
-    Parameters,
-    TaskOptions,
-    Template,
-    arguments_key,
-    as_sent,
-    fingerprint,
-    portable,
-)
+from celery_syncguard.tasks.options import TaskOptions, portable
 
 __all__ = ["TaskKeys"]
 
@@ -48,13 +41,13 @@ class TaskKeys:
         }
 
     @classmethod
-    def of_class(cls, task: type, *, lock_ttl: float | None, own: Any = None) -> TaskKeys:
-        """`own` is as `signature_of` has it.
+    def of_class(cls, task: type, *, lock_ttl: float = DEFAULT_TTL, own: Any = None) -> TaskKeys:
+        """`lock_ttl` is the default for that option, `own` is as `signature_of` has it.
 
         Raises:
-            ImproperlyConfigured: an option that cannot be meant, or a template that does not fit the signature.
+            ImproperlyConfigured: an invalid option, or a template that does not fit the signature.
         """
-        options = TaskOptions.of_class(task, lock_ttl=DEFAULT_TTL if lock_ttl is None else lock_ttl)
+        options = TaskOptions.of_class(task, lock_ttl=lock_ttl)
         return cls(options, signature_of(task, own), getattr(task, "run", None) if own is None else own)
 
     def complete(
@@ -70,7 +63,7 @@ class TaskKeys:
         """Put the keys that the header lacks, and the overrides, into it; the options for this call.
 
         Raises:
-            InvalidKey, ImproperlyConfigured: a key that cannot be made, an option that cannot be meant.
+            InvalidKey, ImproperlyConfigured: a key that cannot be made, an invalid option.
             TypeError: the arguments do not fit the task.
         """
         options = self.options

@@ -17,9 +17,10 @@ What if somebody waits for the duplicate itself, under its own id? That depends 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery import current_task
+from celery.result import AsyncResult
 from celery.utils import uuid
 
 from celery_syncguard import signals
@@ -33,12 +34,22 @@ from celery_syncguard.tasks import app_state
 from celery_syncguard.tasks.confirmer import UNCONFIRMED_TTL
 from celery_syncguard.tasks.delivery import DELIVERY, life, seconds_until
 from celery_syncguard.tasks.header import HEADER, differ, header_of, without_way
-from celery_syncguard.tasks.options import TaskOptions
+from celery_syncguard.tasks.options import DEFAULTS, OnDuplicate, Seconds, TaskOptions
 from celery_syncguard.tasks.publisher_confirms import ask_for_confirms
 
-__all__ = ["begun", "follows", "publish", "send_task"]
+__all__ = ["PublishedResult", "begun", "follows", "publish", "send_task"]
 
-_DEFAULTS = TaskOptions()
+if TYPE_CHECKING:
+
+    class PublishedResult(AsyncResult):  # type: ignore[misc]
+        """What a publish returns, of the class that the application or `result_cls` says, with two attributes more."""
+
+        #: Whether the work was queued or running already. Then this is the result of the task that was there.
+        duplicate: bool
+        #: Who has the claim, for people; None unless it is a duplicate.
+        holder: str | None
+else:
+    PublishedResult = AsyncResult
 
 
 def publish(
@@ -50,7 +61,7 @@ def publish(
     call: dict[str, Any],
     send: Callable[..., Any],
     task: Any = None,
-) -> Any:
+) -> PublishedResult:
     """Send one message, claimed first if its header has a claim.
 
     Arguments:
@@ -71,7 +82,7 @@ def publish(
     call["headers"] = {**without_way(call.get("headers"), again=again), HEADER: header}
     key = header.get("claim")
     if key is None:
-        return send(**call)
+        return _marked(send(**call), duplicate=False, holder=None)
     ask_for_confirms(app)
     store = app_state.guard_for(app).store
     task_id = call["task_id"] = call.get("task_id") or uuid()
@@ -86,7 +97,7 @@ def publish(
         if options.dedup_until != "ttl" and (due > options.dedup_ttl / 2 or _is_next_attempt(call)):
             again = options.dedup_until == "start"
             _quietly(lambda: store.claim(key, task_id=task_id, ttl=ttl, holder=holder, again=again))
-        return send(**call)
+        return _marked(send(**call), duplicate=False, holder=None)
     try:
         claim = store.claim(
             key, task_id=task_id, ttl=min(UNCONFIRMED_TTL, ttl), holder=holder, fingerprint=header.get("print")
@@ -154,7 +165,7 @@ def _duplicate(
     header: dict[str, Any],
     call: dict[str, Any],
     send: Callable[..., Any],
-) -> Any:
+) -> PublishedResult:
     """The existing task's result, unless the message has to be sent all the same."""
     if differ(claim.fingerprint, header.get("print")):
         logger.warning("%s: task %s has claimed %r with other arguments than these", name, claim.task_id, claim.key)
@@ -183,7 +194,7 @@ def _duplicate(
     return _marked(result_cls(claim.task_id), duplicate=True, holder=claim.holder)
 
 
-def _sent_unclaimed(header: dict[str, Any], call: dict[str, Any], send: Callable[..., Any]) -> Any:
+def _sent_unclaimed(header: dict[str, Any], call: dict[str, Any], send: Callable[..., Any]) -> PublishedResult:
     header.pop("claim")
     return _marked(send(**call), duplicate=False, holder=None)
 
@@ -239,7 +250,7 @@ def _quietly(work: Callable[[], object]) -> None:
         logger.warning("a claim could not be settled: %s", exc)
 
 
-def _marked(result: Any, *, duplicate: bool, holder: str | None) -> Any:
+def _marked(result: PublishedResult, *, duplicate: bool, holder: str | None) -> PublishedResult:
     if hasattr(result, "id"):
         result.duplicate = duplicate
         result.holder = holder
@@ -255,10 +266,10 @@ def send_task(
     lock_key: str | None = None,
     dedup_key: str | None = None,
     run_once: str | None = None,
-    dedup_ttl: float = _DEFAULTS.dedup_ttl,
-    dedup_on_duplicate: str = _DEFAULTS.dedup_on_duplicate,
+    dedup_ttl: Seconds = DEFAULTS.dedup_ttl,
+    dedup_on_duplicate: OnDuplicate = DEFAULTS.dedup_on_duplicate,
     **options: Any,
-) -> Any:
+) -> PublishedResult:
     """`app.send_task`, for a producer that does not have the task's code: the keys are given as they are.
 
     Arguments:
@@ -268,7 +279,7 @@ def send_task(
     Returns, raises: as `publish`.
     """
     app_state.attach(app)
-    ours = _DEFAULTS.replace({"dedup_ttl": dedup_ttl, "dedup_on_duplicate": dedup_on_duplicate})
+    ours = DEFAULTS.replace({"dedup_ttl": dedup_ttl, "dedup_on_duplicate": dedup_on_duplicate})
     # What a body hands on (`headers=self.request.headers`) is about the body's own message.
     header: dict[str, Any] = {}
     for entry, key, what in (

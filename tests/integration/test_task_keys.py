@@ -619,7 +619,7 @@ def test_plain_arguments_are_not_serialized_for_their_key(app, monkeypatch):
     def f(*args, **kwargs):
         """Nothing runs it."""
 
-    monkeypatch.setattr("celery_syncguard.tasks.options.serialization.dumps", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr("celery_syncguard.tasks.arguments.serialization.dumps", lambda *args, **kwargs: 1 / 0)
     header = {}
     f.plan().complete(f, header, (1, "a", None, 1.5, True), {"n": 2}, {})
     assert header["key"] == "x:(1, 'a', None, 1.5, True):{'n': 2}"

@@ -8,8 +8,8 @@ from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
 from celery_syncguard import LockedTask, errors
+from celery_syncguard.tasks.arguments import _formatter
 from celery_syncguard.tasks.header import carried_options, is_broadcast, queue_of
-from celery_syncguard.tasks.options import _formatter
 
 
 @pytest.fixture
