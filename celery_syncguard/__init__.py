@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from celery_syncguard.skipped import SKIPPED, Skipped
     from celery_syncguard.tasks.app_state import guard_for
     from celery_syncguard.tasks.options import LockOptions
-    from celery_syncguard.tasks.publishing import PublishedResult
     from celery_syncguard.tasks.task import LockedTask
+    from celery_syncguard.tasks.typed import PublishedResult
 
 __version__ = "0.1.0"
 
@@ -48,7 +48,7 @@ _HOMES = {
     "LockedTask": "tasks.task",
     "NoLease": "errors",
     "NotInTransaction": "postgres.adapters",
-    "PublishedResult": "tasks.publishing",
+    "PublishedResult": "tasks.typed",
     "SKIPPED": "skipped",
     "SchemaBehind": "errors",
     "Skipped": "skipped",

@@ -131,7 +131,6 @@ class CeleryOptions(TypedDict, total=False):
     publisher: Any
     router: Any
     route_name: str | None
-    result_cls: Any
     reply_to: str | None
     root_id: str | None
     parent_id: str | None

@@ -17,10 +17,9 @@ What if somebody waits for the duplicate itself, under its own id? That depends 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from celery import current_task
-from celery.result import AsyncResult
 from celery.utils import uuid
 
 from celery_syncguard import signals
@@ -36,20 +35,9 @@ from celery_syncguard.tasks.delivery import DELIVERY, life, seconds_until
 from celery_syncguard.tasks.header import HEADER, differ, header_of, without_way
 from celery_syncguard.tasks.options import DEFAULTS, OnDuplicate, Seconds, TaskOptions
 from celery_syncguard.tasks.publisher_confirms import ask_for_confirms
+from celery_syncguard.tasks.typed import PublishedResult
 
-__all__ = ["PublishedResult", "begun", "follows", "publish", "send_task"]
-
-if TYPE_CHECKING:
-
-    class PublishedResult(AsyncResult):  # type: ignore[misc]
-        """What a publish returns, of the class that the application or `result_cls` says, with two attributes more."""
-
-        #: Whether the work was queued or running already. Then this is the result of the task that was there.
-        duplicate: bool
-        #: Who has the claim, for people; None unless it is a duplicate.
-        holder: str | None
-else:
-    PublishedResult = AsyncResult
+__all__ = ["begun", "follows", "publish", "send_task"]
 
 
 def publish(

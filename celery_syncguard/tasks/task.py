@@ -31,7 +31,7 @@ from celery_syncguard.tasks.header import HEADER, header_of, queue_of
 from celery_syncguard.tasks.keys import TaskKeys
 from celery_syncguard.tasks.options import CallOptions, OptionDefaults, take_overrides
 from celery_syncguard.tasks.publisher_confirms import is_refusal
-from celery_syncguard.tasks.publishing import PublishedResult
+from celery_syncguard.tasks.typed import PublishedResult, TaskSignature
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -224,6 +224,10 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
 
         def delay(self, *args: Any, **kwargs: Any) -> PublishedResult:
             """As Celery's, which calls `apply_async`."""
+
+        def s(self, *args: Any, **kwargs: Any) -> TaskSignature: ...
+        def si(self, *args: Any, **kwargs: Any) -> TaskSignature: ...
+        def signature(self, args: Any = None, *starargs: Any, **starkwargs: Any) -> TaskSignature: ...
 
     def apply(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         """Run here and now, under the lock as in a worker. Takes our options too."""

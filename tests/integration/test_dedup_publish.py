@@ -18,7 +18,7 @@ from celery import Celery, chain, chord, group
 from celery.beat import Scheduler
 from celery.exceptions import ImproperlyConfigured as CeleryMisconfigured
 
-from celery_syncguard import DuplicateTask, LockedTask, StoreUnavailable, signals
+from celery_syncguard import DuplicateTask, LockedTask, PublishedResult, StoreUnavailable, signals
 from celery_syncguard.core.store import Acquire, Release
 from celery_syncguard.dedup import send_task
 from celery_syncguard.errors import InvalidKey, LockHeld, TooManyDeaths
@@ -97,6 +97,23 @@ def test_the_second_publish_gets_the_first_tasks_result_and_is_not_queued(produc
     assert second.id == first.id != other.id
     assert first.id in second.holder
     assert [message.headers["id"] for message in producer.sent()] == [first.id, other.id]
+
+
+@pytest.mark.parametrize("how", ["plain", "result_cls", "eager", "by name"])
+def test_a_result_says_that_it_is_no_duplicate_also_without_a_dedup_key(producer, how):
+    class Mine(producer.app.AsyncResult):
+        """An application's own class of results."""
+
+    task = producer.task(dedup_key=None, lock_key=None)
+    producer.app.conf.task_always_eager = how == "eager"
+    if how in ("by name", "result_cls"):
+        own = {"result_cls": Mine} if how == "result_cls" else {}
+        result = send_task(producer.app, task.name, [1], lock_key="k", **own)
+    else:
+        result = task.delay(1)
+    assert (result.duplicate, result.holder) == (False, None)
+    assert isinstance(result, Mine) == (how == "result_cls")
+    assert isinstance(result, PublishedResult)
 
 
 def test_without_a_dedup_key_both_are_queued(producer):
