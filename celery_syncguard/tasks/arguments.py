@@ -40,7 +40,7 @@ def as_sent(args: Sequence[Any], kwargs: Mapping[str, Any], serializer: str) -> 
         content_type, encoding, data = serialization.dumps((args, kwargs), serializer)  # type: ignore[no-untyped-call]
         args, kwargs = serialization.loads(data, content_type, encoding, accept=[content_type])  # type: ignore[no-untyped-call]
     except KombuError:
-        # What is wrong with them is for the publish to say. An eager call sends nothing.
+        # The publish will raise this. An eager call sends nothing.
         return args, kwargs
     return tuple(args), kwargs
 
@@ -114,7 +114,7 @@ class Template:
         except ValueError as exc:
             raise ImproperlyConfigured(f"{what} {text!r} is not a format string: {exc}") from exc
         fields = [field for _, field, _, _ in parsed if field is not None]
-        # Most templates only name arguments. Those are put together here, at a tenth of what the formatter costs.
+        # Most templates only name arguments. Joining their parts takes a tenth of the formatter's time.
         simple = all(field.isidentifier() for field in fields) and not any(spec or how for _, _, spec, how in parsed)
         self._parts = [(literal, field) for literal, field, _, _ in parsed] if simple else None
         self._names = [field.split(".")[0].split("[")[0] for field in fields]
@@ -176,11 +176,9 @@ class Parameters:
         Raises:
             TypeError: they do not fit.
         """
-        if self._ordinary and not kwargs and len(args) == len(self._names):
-            return dict(zip(self._names, args, strict=True))
         if self._ordinary and len(args) <= len(self._names):
             named = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
-            # They fit if none is missing, none is unknown and none is given twice. If not, `inspect` says what is wrong.
+            # They fit if none is missing, unknown or given twice. If they do not, `inspect` raises below.
             if named.keys() == set(self._names) and kwargs.keys().isdisjoint(self._names[: len(args)]):
                 return named
         bound = self.signature.bind(*args, **kwargs)
@@ -193,10 +191,10 @@ class Parameters:
 
 
 def fingerprint(arguments: Mapping[str, Any]) -> str | None:
-    """Tells arguments apart where a key calls them the same work. None if no canonical form of them is known."""
+    """A hash that differs where arguments with the same key differ. None if they have no known canonical form."""
     try:
         return _digest(arguments)
-    except Exception:  # noqa: BLE001 - their own code makes text of them, and no publish fails for this
+    except Exception:  # noqa: BLE001 - the arguments' own code runs here, and must not make a publish fail
         return None
 
 

@@ -108,7 +108,7 @@ class LockOptions(TypedDict, total=False):
 
 
 class CeleryOptions(TypedDict, total=False):
-    """What Celery's `apply_async` and kombu's `Producer.publish` take, beside what has a parameter of its own."""
+    """What the documents of Celery's `apply_async` and kombu's `Producer.publish` name, beside what has a parameter of its own."""
 
     countdown: float | None
     eta: dt.datetime | None
@@ -129,24 +129,12 @@ class CeleryOptions(TypedDict, total=False):
     add_to_parent: bool
     connection: Any
     publisher: Any
-    router: Any
-    route_name: str | None
     reply_to: str | None
-    root_id: str | None
-    parent_id: str | None
-    group_id: str | None
-    group_index: int | None
-    chord: Any
-    chain: Any
-    retries: int
-    replaced_task_nesting: int
-    stamped_headers: Sequence[str] | None
     delivery_mode: int | str | None
     mandatory: bool
     immediate: bool
     content_type: str | None
     content_encoding: str | None
-    correlation_id: str | None
     expiration: float | None
     declare: Sequence[Any] | None
     timeout: float | None
@@ -155,6 +143,16 @@ class CeleryOptions(TypedDict, total=False):
 
 class CallOptions(LockOptions, CeleryOptions, total=False):
     """The keyword arguments of `LockedTask.apply_async`."""
+
+
+class SignatureOptions(CallOptions, total=False):
+    """The keyword arguments of a signature's `set` and `apply_async`."""
+
+    task_id: str | None
+    producer: Any
+    link: Any
+    link_error: Any
+    shadow: str | None
 
 
 def _choice(literal: Any) -> Callable[[Any, str], Any]:
@@ -290,13 +288,13 @@ class TaskOptions:
         if self.dedup_key and self.dedup_until == "start":
             if self.lock_key and self.lock_on_held == "skip":
                 return (
-                    'dedup_until="start" with lock_on_held="skip" would skip the very run that is to see what changed after the '
-                    'start of the one before: use lock_on_held="retry", or dedup_until="done"'
+                    'dedup_until="start" with lock_on_held="skip" would skip the run that has to see what changed since the '
+                    'previous run started: use lock_on_held="retry", or dedup_until="done"'
                 )
             if self.run_once not in (False, True):
                 return (
-                    'dedup_until="start" with a key for run_once would answer the run that is to see what changed with the result '
-                    'of the one before: use run_once=True, or dedup_until="done"'
+                    'dedup_until="start" with a key for run_once would answer the run that has to see what changed with the '
+                    'result of the previous run: use run_once=True, or dedup_until="done"'
                 )
         if deaths_given and not self.lock_key and not self.run_once:
             return (

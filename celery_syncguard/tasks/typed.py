@@ -4,13 +4,12 @@ application has in their place (`result_cls`, an `AsyncResult` of its own).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from celery.canvas import Signature
 from celery.result import AsyncResult
 
-from celery_syncguard.tasks.options import CallOptions
+from celery_syncguard.tasks.options import SignatureOptions
 
 __all__ = ["PublishedResult", "TaskSignature"]
 
@@ -28,30 +27,10 @@ if TYPE_CHECKING:
     class TaskSignature(Signature):  # type: ignore[misc]
         """What `task.s()`, `task.si()` and `task.signature()` return."""
 
-        def set(
-            self,
-            immutable: bool | None = None,
-            *,
-            task_id: str | None = None,
-            link: Any = None,
-            link_error: Any = None,
-            shadow: str | None = None,
-            **options: Unpack[CallOptions],
-        ) -> TaskSignature: ...
-
+        def set(self, immutable: bool | None = None, **options: Unpack[SignatureOptions]) -> TaskSignature: ...
         def apply_async(
-            self,
-            args: Sequence[Any] | None = None,
-            kwargs: Mapping[str, Any] | None = None,
-            *,
-            task_id: str | None = None,
-            producer: Any = None,
-            link: Any = None,
-            link_error: Any = None,
-            shadow: str | None = None,
-            **options: Unpack[CallOptions],
+            self, args: Any = None, kwargs: Any = None, **options: Unpack[SignatureOptions]
         ) -> PublishedResult: ...
-
         def delay(self, *partial_args: Any, **partial_kwargs: Any) -> PublishedResult: ...
 else:
     PublishedResult = AsyncResult

@@ -319,11 +319,11 @@ def test_arguments_that_do_not_make_a_key_are_refused_before_anything_is_sent(ap
         ({"lock_key": None, "lock_min_hold": 5}, "lock_min_hold needs a lock_key"),
         (
             {"lock_key": "f", "lock_on_held": "skip", "dedup_key": "f", "dedup_until": "start"},
-            "would skip the very run that is to see what changed.*: use",
+            "would skip the run that has to see what changed.*: use",
         ),
         (
             {"run_once": "f", "dedup_key": "f", "dedup_until": "start"},
-            "would answer the run that is to see what changed.*: use",
+            "would answer the run that has to see what changed.*: use",
         ),
         ({"lock_key": None, "lock_max_deaths": 3}, "lock_max_deaths needs a lock_key or run_once"),
         ({"dedup_key": "f", "lock_max_deaths": 3}, "lock_max_deaths needs a lock_key or run_once"),
