@@ -190,10 +190,10 @@ class Parameters:
         return named
 
 
-def fingerprint(arguments: Mapping[str, Any]) -> str | None:
-    """A hash that differs where arguments with the same key differ. None if they have no known canonical form."""
+def fingerprint(parameters: Parameters, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """A hash that differs where arguments with the same key differ. None if they have no known canonical form, or do not fit."""
     try:
-        return _digest(arguments)
+        return _digest(parameters.bind(args, kwargs))
     except Exception:  # noqa: BLE001 - the arguments' own code runs here, and must not make a publish fail
         return None
 

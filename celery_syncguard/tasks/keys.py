@@ -35,9 +35,9 @@ class TaskKeys:
         self._parameters = Parameters(signature)
         self._entries = self._entries_of(options)
         self._templates = {
-            name: Template(value, self._parameters, what=name)
+            (name, text): Template(text, self._parameters, what=name)
             for name in _ENTRIES
-            if isinstance(value := getattr(options, name), str)
+            if isinstance(text := getattr(options, name), str)
         }
 
     @classmethod
@@ -88,7 +88,7 @@ class TaskKeys:
                 dumped = as_sent(plain_args, plain_kwargs, serializer)
             new[attribute] = self._key(task, name, source, *dumped, serializer=serializer)
             if entry != "key" and source is not True:
-                new["fingerprint"] = self._fingerprint(*dumped)
+                new["fingerprint"] = fingerprint(self._parameters, *dumped)
             if name in overrides and entry not in header.given:
                 new["given"] = (*new.get("given", header.given), entry)
         if new:
@@ -104,12 +104,6 @@ class TaskKeys:
         # run_once=True goes by the task's id.
         return [one for one in entries if one[3] and not (one[0] == "run_once" and one[3] is True)]
 
-    def _fingerprint(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-        try:
-            return fingerprint(self._parameters.bind(args, kwargs))
-        except TypeError:
-            return None  # that they do not fit is for others to say
-
     def _key(
         self,
         task: Any,
@@ -124,14 +118,12 @@ class TaskKeys:
             assert serializer is not None  # `complete` has found it
             return arguments_key(task.name, serializer, self._parameters.bind(args, kwargs))
         if isinstance(source, str):
-            template = self._templates.get(name)
-            if template is None or getattr(self.options, name) != source:
-                template = Template(source, self._parameters, what=name)
+            template = self._templates.get((name, source)) or Template(source, self._parameters, what=name)
             return template.render(args, kwargs)
         try:
             key = source(task, args, kwargs)
         except Exception as exc:
             raise InvalidKey(f"{task.name}: the {name} callable raised {exc!r}") from exc
         if not isinstance(key, str):
-            raise InvalidKey(f"{task.name}: the {name} callable answered with {type(key).__name__}, not with text")
+            raise InvalidKey(f"{task.name}: the {name} callable returned {type(key).__name__}, not text")
         return task_key(key, what=name)

@@ -190,12 +190,8 @@ def _key(value: Any, name: str) -> Any:
     raise ImproperlyConfigured(f"{name} is a template, a callable or None, got {type(value).__name__}")
 
 
-def _key_or_true(value: Any, name: str) -> Any:
-    return value if value is True else _key(None if value is False else value, name)
-
-
-def _run_once(value: Any, name: str) -> Any:
-    return value if isinstance(value, bool) else _key(value, name) or False
+def _key_or_bool(value: Any, name: str) -> Any:
+    return value if isinstance(value, bool) else _key(value, name)
 
 
 _CHECKS: dict[str, Callable[[Any, str], Any]] = {
@@ -208,11 +204,11 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "lock_on_unavailable": _choice(OnUnavailable),
     "lock_min_hold": _seconds(0.0, _DAY),
     "lock_max_deaths": _deaths,
-    "dedup_key": _key_or_true,
+    "dedup_key": _key_or_bool,
     "dedup_until": _choice(Until),
     "dedup_ttl": _seconds(1.0, _YEAR),
     "dedup_on_duplicate": _choice(OnDuplicate),
-    "run_once": _run_once,
+    "run_once": _key_or_bool,
     "run_once_ttl": _seconds(1.0, 10 * _YEAR),
 }
 
@@ -291,7 +287,7 @@ class TaskOptions:
                     'dedup_until="start" with lock_on_held="skip" would skip the run that has to see what changed since the '
                     'previous run started: use lock_on_held="retry", or dedup_until="done"'
                 )
-            if self.run_once not in (False, True):
+            if self.run_once not in (None, False, True):
                 return (
                     'dedup_until="start" with a key for run_once would answer the run that has to see what changed with the '
                     'result of the previous run: use run_once=True, or dedup_until="done"'
@@ -326,7 +322,7 @@ def _unknown(owner: str, name: str) -> ImproperlyConfigured:
     return ImproperlyConfigured(f"{owner}: unknown option {name}{suggest(name, OPTIONS)}")
 
 
-def take_overrides(options: dict[str, Any]) -> dict[str, Any]:
+def take_overrides(options: dict[str, Any], *, owner: str = "apply_async") -> dict[str, Any]:
     """Remove our options from the keyword arguments of a call and return them.
 
     Raises:
@@ -334,7 +330,7 @@ def take_overrides(options: dict[str, Any]) -> dict[str, Any]:
     """
     for name in options:
         if name not in CallOptions.__optional_keys__ and _is_misspelt(name):
-            raise _unknown("apply_async", name)
+            raise _unknown(owner, name)
     return {name: options.pop(name) for name in list(options) if name in OPTIONS}
 
 

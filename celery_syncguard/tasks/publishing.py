@@ -27,13 +27,13 @@ from celery_syncguard.core.events import logger
 from celery_syncguard.core.key import new_lock_id, task_key
 from celery_syncguard.core.process import default_holder
 from celery_syncguard.core.store import Claim
-from celery_syncguard.errors import DuplicateTask, SyncGuardError
+from celery_syncguard.errors import DuplicateTask, ImproperlyConfigured, SyncGuardError
 from celery_syncguard.skipped import SKIPPED, Skipped, marker_for
 from celery_syncguard.tasks import app_state
 from celery_syncguard.tasks.confirmer import UNCONFIRMED_TTL
 from celery_syncguard.tasks.delivery import DELIVERY, life, seconds_until
 from celery_syncguard.tasks.header import Header
-from celery_syncguard.tasks.options import DEFAULTS, OnDuplicate, Seconds, TaskOptions
+from celery_syncguard.tasks.options import DEFAULTS, OnDuplicate, Seconds, TaskOptions, take_overrides
 from celery_syncguard.tasks.publisher_confirms import ask_for_confirms
 from celery_syncguard.tasks.queues import without_way
 from celery_syncguard.tasks.typed import PublishedResult
@@ -266,6 +266,10 @@ def send_task(
 
     Returns, raises: as `publish`.
     """
+    if unsent := take_overrides(options, owner="send_task"):
+        raise ImproperlyConfigured(
+            f"send_task: {', '.join(unsent)} cannot be given here: the worker's task has its own"
+        )
     app_state.attach(app)
     ours = DEFAULTS.replace({"dedup_ttl": dedup_ttl, "dedup_on_duplicate": dedup_on_duplicate})
     # What a body hands on (`headers=self.request.headers`) is about the body's own message.

@@ -21,7 +21,7 @@ from celery.exceptions import ImproperlyConfigured as CeleryMisconfigured
 from celery_syncguard import DuplicateTask, LockedTask, PublishedResult, StoreUnavailable, signals
 from celery_syncguard.core.store import Acquire, Release
 from celery_syncguard.dedup import send_task
-from celery_syncguard.errors import InvalidKey, LockHeld, TooManyDeaths
+from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, LockHeld, TooManyDeaths
 from celery_syncguard.skipped import SKIPPED, Skipped
 from celery_syncguard.tasks import app_state
 from tests.fixtures.cluster import ROOT
@@ -435,6 +435,10 @@ def test_a_producer_without_the_tasks_code_gives_its_keys(producer):
         send_task(producer.app, "elsewhere.work", [1], dedup_key="k", dedup_on_duplicate="raise")
     with pytest.raises(InvalidKey):
         send_task(producer.app, "elsewhere.work", dedup_key="")
+    with pytest.raises(ImproperlyConfigured, match="send_task: unknown option dedup_kye; did you mean 'dedup_key'"):
+        send_task(producer.app, "elsewhere.work", dedup_kye="k")
+    with pytest.raises(ImproperlyConfigured, match="send_task: lock_ttl cannot be given here"):
+        send_task(producer.app, "elsewhere.work", dedup_key="another", lock_ttl=5)
     (message,) = producer.sent()
     assert {"key": "l", "claim": "k", "run": "r", "claimed": True}.items() <= message.headers["syncguard"].items()
     producer.flush()
