@@ -259,9 +259,9 @@ def test_keys_and_options_of_one_call_travel_in_the_message(app):
         ("x" * 513 + "\0", "512"),
         ("a\ud800b", "surrogate"),
         ("__syncguard_beat", "reserved"),
-        (7, "not with text"),
-        (None, "not with text"),
-        (b"bytes", "not with text"),
+        (7, "not text"),
+        (None, "not text"),
+        (b"bytes", "not text"),
     ],
     ids=["empty", "NUL", "long, with NUL", "surrogate", "reserved", "number", "none", "bytes"],
 )
