@@ -1,4 +1,4 @@
-"""The state of beat: entries, slots and terms, in PostgreSQL (`migrations/0002`), or in memory for tests.
+"""The state of beat: entries, slots and terms, in PostgreSQL (`migrations/0003`), or in memory for tests.
 
 A slot is one due occurrence of one entry, (entry, due_at), and exists once. Its life is claimed, sent; or claimed,
 dropped. What happens to it is decided by the database in the statement that claims it, which also proves that the
@@ -44,7 +44,7 @@ _NAMESPACE = uuid.UUID("6f8f5c0e-3a0b-5d57-9a0c-0f6d2b1c7e55")
 #: How long an entry that left the schedule keeps its place in it.
 KEEPS_ITS_PLACE = timedelta(hours=1)
 
-#: The most slots that one `prune` deletes in PostgreSQL (`p_limit` in `migrations/0002`), so that it is over soon.
+#: The most slots that one `prune` deletes in PostgreSQL (`p_limit` in `migrations/0003`), so that it is over soon.
 PRUNED_AT_MOST = 10_000
 
 

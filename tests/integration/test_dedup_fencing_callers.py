@@ -138,7 +138,7 @@ CALLERS = [Psycopg, PsycopgAutocommit, PsycopgCursor, SqlalchemyConnection, Sqla
 
 
 @pytest.fixture(params=CALLERS, ids=lambda kind: kind.__name__)
-def adapter_for(request, pg_dsn):
+def caller(request, pg_dsn):
     caller = request.param(pg_dsn)
     yield caller
     caller.close()
