@@ -18,8 +18,8 @@ from celery_syncguard.core.key import new_lock_id
 from celery_syncguard.core.store import Acquire, Buried, Done, Grant, Held, Release, Renewal
 from celery_syncguard.postgres import migrate
 from celery_syncguard.postgres.store import PostgresStore
-from celery_syncguard.testing import race_threads
 from tests.fixtures.polling import poll
+from tests.fixtures.races import race_threads
 
 Connection = psycopg.Connection[Any]
 
