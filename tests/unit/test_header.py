@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from celery_syncguard import LockedTask, errors
+from celery_syncguard.tasks.arguments import _formatter
 from celery_syncguard.tasks.header import _ENTRIES, HEADER, VERSION, Header
-from celery_syncguard.tasks.options import _formatter
 
 FULL = Header(
     lock_key="l",
