@@ -17,7 +17,7 @@ import hashlib
 import heapq
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +27,7 @@ from django.db import DatabaseError, InterfaceError, close_old_connections, rout
 from django_celery_beat.schedulers import DatabaseScheduler
 from django_celery_beat.schedulers import logger as their_logger
 
+from celery_syncguard.beat.agenda import Agenda
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
 
@@ -71,7 +72,7 @@ class SeesEdits:
     _heap: Any
     _heap_invalidated: bool
     _schedule: Any
-    _enter: Callable[[Any], None]
+    _agenda: Agenda
 
     @property
     def schedule(self) -> Any:
@@ -188,7 +189,7 @@ class SeesEdits:
         heapq.heapify(heap)
         self._heap = heap
         if before - found.keys():
-            self._enter(dict(self._schedule))  # that they are gone
+            self._agenda.enter(dict(self._schedule))  # that they are gone
 
     def _made_from(self, rows: Iterable[Any]) -> dict[str, Any]:
         found = {}

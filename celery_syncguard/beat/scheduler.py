@@ -19,33 +19,36 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
-from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 from billiard import common as billiard_common
 from billiard.process import current_process
 from celery import beat
 from celery.signals import beat_embedded_init, beat_init
-from celery.utils.imports import load_extension_class_names, qualname, symbol_by_name
+from celery.utils.imports import qualname
 from kombu.exceptions import OperationalError
 
 from celery_syncguard import signals
+from celery_syncguard.beat.agenda import Agenda
+from celery_syncguard.beat.broker import Broker
+from celery_syncguard.beat.entry_rows import of_the_database
+from celery_syncguard.beat.inner_schedule import (
+    attempt,
+    close_schedule,
+    inner_class,
+    open_schedule,
+    tell_what_is_missing,
+)
 from celery_syncguard.beat.postgres_slots import open_slots
-from celery_syncguard.beat.slot_sender import AGAIN, of_the_database, sending
 from celery_syncguard.beat.slots import PRUNED_AT_MOST, Slots
 from celery_syncguard.beat.timekeeper import Timekeeper
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
 from celery_syncguard.core.leadership import Leadership
 from celery_syncguard.core.lease import Lease
-from celery_syncguard.errors import (
-    ImproperlyConfigured,
-    LeaseLost,
-    NoLease,
-    SyncGuardError,
-)
+from celery_syncguard.errors import LeaseLost, NoLease, SyncGuardError
 from celery_syncguard.postgres.connection import describe_dsn
 from celery_syncguard.tasks import app_state
 
@@ -57,6 +60,8 @@ _TURN = 0.2
 _PATIENCE = 60.0
 #: How long slots and terms are kept, and how often the old ones are deleted, in seconds.
 _KEPT, _PRUNE_EVERY = 7 * 86_400.0, 3600.0
+#: Seconds after which a leader tries again that could not ask the database.
+_AGAIN = 0.2
 #: A schedule that fails so often in a row is left to another beat.
 _TOO_MANY_FAILURES = 3
 
@@ -82,9 +87,11 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         app_state.attach(app)
         self._settings = app_state.settings_for(app)
         self._guard = app_state.guard_for(app)
-        self._class = _inner_class(self._settings.beat_scheduler, app.conf.beat_scheduler)
+        self._class = inner_class(self._settings.beat_scheduler, app.conf.beat_scheduler, LeaderScheduler)
         self._slots: Slots | None = None
         self._inner: Any = None
+        self._agenda: Agenda | None = None
+        self._broker = Broker()
         self._term: Lease | None = None
         self._next_tick = self._next_report = self._next_prune = self._next_flush = 0.0
         self._failures = 0
@@ -149,7 +156,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
             return
         try:
             self._busy = True
-            self._attempt(self._inner._do_sync, "could not write back its schedule")  # noqa: SLF001 - notes when it was
+            attempt(self._inner._do_sync, "could not write back its schedule")  # noqa: SLF001 - notes when it was
         finally:
             self._busy = False
 
@@ -261,55 +268,35 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
 
     def _moved_at(self) -> float:
         # A tick may take long, for what it does: as long as entry after entry is looked at, nothing hangs.
-        inner = self._inner
-        return self._ticked_at if inner is None else max(self._ticked_at, inner.moved_at)
+        agenda = self._agenda
+        return self._ticked_at if agenda is None else max(self._ticked_at, agenda.moved_at)
 
     def _leads(self) -> bool:
         return self._inner is not None and self._term is not None and self._term.remaining > 0
 
     def _take_over(self, lease: Lease) -> None:
         assert self._slots is not None
-        self._inner = self._build(lease, self._slots)
-        self._term = lease
+        settings, (args, kwargs) = self._settings, self._arguments
+        inner = open_schedule(self._class, self.app, *args, **kwargs)
+        broker = Broker()
+        agenda = Agenda(self.app.conf, lease, self._slots, broker, rule=settings.catch_up, time=self._time)
+        inner.lead(agenda, broker, leader_key=settings.leader_key)
+        self._inner, self._agenda, self._broker, self._term = inner, agenda, broker, lease
         self._next_tick = self._next_report = 0.0
-        self._tell_what_is_missing()
-
-    def _tell_what_is_missing(self) -> None:
-        """An entry that was put where this leader does not look is the same to it as one that nobody made."""
-        if self._settings.beat_scheduler is None and self._class is beat.Scheduler and _has_django_celery_beat():
-            logger.warning(
-                'django_celery_beat is installed, and its table is not led: set syncguard_beat_scheduler = "django", or '
-                '"celery.beat:Scheduler" if beat_schedule is meant'
-            )
-        elif _is_empty(self._inner):
-            logger.warning(
-                "leading an empty schedule, so nothing is sent: %s has no entries; if they are elsewhere, name the "
-                "scheduler class that has them in syncguard_beat_scheduler",
-                qualname(self._class),
-            )
-
-    def _build(self, lease: Lease, slots: Slots) -> Any:
-        args, kwargs = self._arguments
-        try:
-            inner = sending(self._class)(self.app, *args, **kwargs)
-        except Exception as exc:
-            if not issubclass(self._class, beat.PersistentScheduler):
-                raise
-            logger.warning("the schedule file cannot be used, going on without (its state is in the database): %s", exc)
-            inner = sending(beat.Scheduler)(self.app, *args, **kwargs)
-        inner.lead(lease, slots, rule=self._settings.catch_up, leader_key=self._settings.leader_key, time=self._time)
-        return inner
+        tell_what_is_missing(inner, self._class, chosen=settings.beat_scheduler is not None)
 
     def _write_last(self) -> None:
         """What only a leader may write, at the end of its term."""
-        slots, lease, inner = self._slots, self._term, self._inner
-        if slots is None or lease is None or inner is None or lease.remaining <= 0:
+        if not self._leads():
             return
-        self._attempt(inner.sync, "could not write back its schedule")
-        self._attempt(
-            lambda: slots.seen(int(lease.fence), failure=inner.failure, sent=inner.news(), ended=True),
-            "could not record the end of its term",
-        )
+        attempt(self._inner.sync, "could not write back its schedule")
+        attempt(lambda: self._seen(ended=True), "could not record the end of its term")
+
+    def _seen(self, *, ended: bool = False) -> datetime:
+        assert self._slots is not None
+        assert self._term is not None
+        broker = self._broker
+        return self._slots.seen(int(self._term.fence), failure=broker.failure, sent=broker.news(), ended=ended)
 
     def _write_late(self) -> None:
         """As a standby too: what was sent and could not be recorded. While leading, every statement does that first."""
@@ -333,28 +320,17 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
 
     def _retire(self) -> None:
         """Drop the schedule of a term that is over."""
-        inner, self._inner = self._inner, None
-        lease, self._term = self._term, None
-        if inner is None or lease is None:
-            return
-        if hasattr(inner, "_dirty"):
-            inner._dirty = set()  # noqa: SLF001 - django-celery-beat would write what the next leader has written since
-        self._attempt(inner.close, "could not close its schedule")
-        connection = inner.__dict__.pop("connection", None)  # Celery before 5.7 keeps it open
-        if connection is not None:
-            self._attempt(connection.release, "could not close its connection to the broker")
-        finalizer = getattr(inner, "_finalize", None)
-        if finalizer is not None:
-            finalizer.cancel()  # or every term would stay in memory until the process ends
+        inner, self._inner, self._agenda, self._term = self._inner, None, None, None
+        if inner is not None:
+            close_schedule(inner)
 
     def _report(self) -> None:
         """Tell the database now and then that this leader lives and how it does; delete what is old."""
         now = clock.now()
-        if now < self._next_report or self._term is None or self._slots is None:
+        if now < self._next_report or self._term is None or self._slots is None or self._agenda is None:
             return
         self._next_report = now + self._term.ttl / 3
-        inner, slots, term = self._inner, self._slots, int(self._term.fence)
-        if inner.hear(lambda: slots.seen(term, failure=inner.failure, sent=inner.news())):
+        if self._agenda.hear(self._seen):
             self._next_tick = 0.0
         if now >= self._next_prune:
             self._next_prune = now + _PRUNE_EVERY
@@ -366,7 +342,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         level("leading, but cannot ask the database, so nothing is sent now: %s", exc)
         self._complained = True
         self._forget_heap()
-        return AGAIN[0]
+        return _AGAIN
 
     def _trouble(self, exc: Exception) -> float:
         self._failures += 1
@@ -388,65 +364,6 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         # An entry may have been taken out of it when the exception came.
         if self._inner is not None:
             self._inner._heap = None  # noqa: SLF001 - a class of ours
-
-    def _attempt(self, action: Callable[[], object], failure: str) -> None:
-        try:
-            action()
-        except Exception as exc:  # whatever a schedule does at its end, the process goes on  # noqa: BLE001
-            logger.warning("this beat %s: %s: %s", failure, type(exc).__name__, exc)
-
-
-def scheduler_class(wanted: str | type | None, *, setting: str = "syncguard_beat_scheduler") -> type:
-    """The class of the schedule inside. `wanted`: the setting.
-
-    Raises:
-        ImproperlyConfigured: no scheduler, ours inside itself, or one that cannot be inside.
-    """
-    if wanted is None:
-        return beat.Scheduler  # type: ignore[no-any-return]
-    try:
-        found = symbol_by_name(wanted, aliases=dict(load_extension_class_names("celery.beat_schedulers")))
-    except Exception as exc:
-        raise ImproperlyConfigured(f"{setting}: cannot load {wanted!r}: {exc}") from exc
-    if not isinstance(found, type) or not issubclass(found, beat.Scheduler):
-        raise ImproperlyConfigured(f"{setting} is a subclass of celery.beat.Scheduler, got {found!r}")
-    if issubclass(found, LeaderScheduler) and setting == "syncguard_beat_scheduler":
-        raise ImproperlyConfigured(
-            "syncguard_beat_scheduler is the schedule inside the leader, it cannot be the leader"
-        )
-    if any(base.__module__.partition(".")[0] == "redbeat" for base in found.__mro__):
-        raise ImproperlyConfigured(
-            f"{setting} is {qualname(found)}, which has a lock of its own and sends entries that are Redis keys, not "
-            'slots: move them to beat_schedule or django-celery-beat, and set syncguard_beat_scheduler to "django", or '
-            'to "celery.beat:Scheduler" for beat_schedule'
-        )
-    return found
-
-
-def _inner_class(wanted: str | type | None, configured: str | type | None) -> type:
-    """The class of the schedule inside. Without a setting of ours it is the one that Celery's own setting names, which
-    `-S syncguard` on the command line passes over.
-
-    Raises:
-        ImproperlyConfigured: as `scheduler_class`.
-    """
-    if wanted is None and configured is not None:
-        found = scheduler_class(configured, setting="beat_scheduler")
-        # Celery's default means `beat_schedule`, whose state is ours to keep.
-        if found is not beat.PersistentScheduler and not issubclass(found, LeaderScheduler):
-            return found
-    return scheduler_class(wanted)
-
-
-def _has_django_celery_beat() -> bool:
-    registry = sys.modules.get("django.apps")  # not imported: not used
-    return bool(registry and registry.apps.apps_ready and registry.apps.is_installed("django_celery_beat"))
-
-
-def _is_empty(inner: Any) -> bool:
-    """Whether a schedule has no entry besides the one that Celery adds."""
-    is_empty = getattr(inner, "is_empty", None)
-    return bool(is_empty()) if is_empty is not None else not set(inner.schedule) - {"celery.backend_cleanup"}
 
 
 @beat_init.connect(weak=False)  # type: ignore[untyped-decorator]
