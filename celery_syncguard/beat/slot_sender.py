@@ -21,11 +21,7 @@ import copy
 import dataclasses
 import functools
 import heapq
-import os
-import signal
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -39,11 +35,12 @@ from celery_syncguard.beat.broker import Broker, bounded_connection, discard
 from celery_syncguard.beat.entry_rows import count_runs, end_clocked, is_one_off, of_the_database, uncounted_unless_done
 from celery_syncguard.beat.slots import Slot
 from celery_syncguard.beat.timetable import describe
+from celery_syncguard.beat.undisturbed import undisturbed
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
 from celery_syncguard.errors import DuplicateTask, LeaseLost, NoLease, SchemaBehind, StoreUnavailable, SyncGuardError
 
-__all__ = ["SendsSlots", "sending", "undisturbed"]
+__all__ = ["SendsSlots", "sending"]
 
 #: Seconds of looking at entries after which a tick returns, though not all have been looked at; and between two comparisons
 #: of the whole schedule with what it was.
@@ -115,8 +112,7 @@ class SendsSlots:
             event = heapq.heappop(heap)
             entry, (due, delay) = event.entry, self._due(event.entry)
             if due:
-                dirty: set[str] = getattr(self, "_dirty", set())
-                with uncounted_unless_done(entry, self._place(entry), dirty):
+                with uncounted_unless_done(entry, self._agenda.places[entry.name], getattr(self, "_dirty", set())):
                     following = self.reserve(entry)
                     self.apply_entry(entry, producer=self.producer)
                 heapq.heappush(heap, beat.event_t(self._when(following, delay), event.priority, following))
@@ -192,9 +188,6 @@ class SendsSlots:
             end_clocked(entry, place, super().is_due)  # type: ignore[misc]
         following = self.max_interval if place.next_due is None else (place.next_due - now).total_seconds()
         return bool(place.pending), 0.0 if len(place.pending) > 1 else following
-
-    def _place(self, entry: Any) -> Place:
-        return self._agenda.places[entry.name]
 
     def _willing(self, entry: Any, place: Place) -> tuple[bool, float]:
         """What the entry's own class says, where it has an opinion of its own."""
@@ -366,30 +359,3 @@ def _causes(exc: BaseException | None) -> Iterator[BaseException]:
     while exc is not None:
         yield exc
         exc = exc.__cause__ or exc.__context__
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Let SIGTERM and SIGINT wait until the block is done; a second one does not wait."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
-    handlers = {signum: handler for signum, handler in handlers.items() if handler is not None}
-    waiting: list[int] = []
-
-    def later(signum: int, frame: Any) -> None:
-        waiting.append(signum)
-        handler = handlers[signal.Signals(signum)]
-        if len(waiting) > 1 and callable(handler):
-            handler(signum, frame)
-
-    for signum in handlers:
-        signal.signal(signum, later)
-    try:
-        yield
-    finally:
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
-        if waiting:
-            os.kill(os.getpid(), waiting[0])

@@ -19,9 +19,10 @@ from celery_syncguard import signals
 from celery_syncguard.beat.inner_schedule import inner_class
 from celery_syncguard.beat.memory_slots import MemorySlots
 from celery_syncguard.beat.scheduler import LeaderScheduler
-from celery_syncguard.beat.slot_sender import sending, undisturbed
+from celery_syncguard.beat.slot_sender import sending
 from celery_syncguard.beat.slots import PRUNED_AT_MOST, Slot
 from celery_syncguard.beat.timekeeper import Timekeeper
+from celery_syncguard.beat.undisturbed import undisturbed
 from celery_syncguard.core import clock
 from celery_syncguard.errors import ImproperlyConfigured, StoreUnavailable
 from celery_syncguard.tasks import app_state
@@ -219,7 +220,7 @@ def test_a_leader_that_works_for_long_is_not_one_that_hangs(scheduler, monkeypat
     if protection == "by ticks":
         monkeypatch.setattr(LeaderScheduler, "_moved_at", lambda self: self._ticked_at)
     far = datetime.now(timezone.utc) + timedelta(days=10)
-    schedule, alive = slow_entries(hand, 30, 7.0, lambda: one._leadership._alive(), day_of_month=far.day)
+    schedule, alive = slow_entries(hand, 30, 7.0, lambda: one.leadership._alive(), day_of_month=far.day)
     app = make_app(schedule, syncguard_beat_scheduler=AllInOneTick, syncguard_leader_ttl=3600)
     one = scheduler(app)
     one._begin()
@@ -509,10 +510,10 @@ def test_a_leader_with_nothing_to_send_says_so_once(scheduler, caplog, schedule,
 
 def test_a_beat_ends_with_the_process_that_it_belongs_to_and_a_hanging_one_leads_no_more(scheduler, caplog):
     one = lead(scheduler(make_app({"a": every(10)}, syncguard_leader_ttl=300)))
-    one.end_with(os.getppid())
+    one.worker = os.getppid()
     one.tick()
     assert one.leadership.leading
-    one.end_with(2**30)  # not the parent, any more
+    one.worker = 2**30  # not the parent, any more
     assert one.leadership.lost(timeout=5), "although nobody ticks"
     for _ in range(2):
         with pytest.raises(SystemExit):
@@ -878,7 +879,7 @@ def test_what_could_not_be_recorded_as_sent_is_written_by_a_standby_too(schedule
     hand = Clock(monkeypatch)
     one = lead(scheduler(make_app({"a": every(10)})))
     slots = one._slots = LateSlots(one._slots)
-    monkeypatch.setattr(type(one._leadership), "lease", None)  # another one leads
+    monkeypatch.setattr(type(one.leadership), "lease", None)  # another one leads
     for _ in range(3):
         hand.ahead += 1.1
         one.tick()
