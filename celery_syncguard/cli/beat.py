@@ -122,7 +122,7 @@ def leader(ctx: click.Context, *, key: str | None, healthy: bool, json_wanted: b
     lead but could not renew is not healthy, where it runs.
     """
     from celery_syncguard.beat.postgres_slots import open_slots
-    from celery_syncguard.core.leadership import leader_lock_key
+    from celery_syncguard.core.leader_key import leader_lock_key
 
     with target(ctx).guard() as guard:
         key = key or guard.settings.leader_key
@@ -161,7 +161,7 @@ def step_down(ctx: click.Context, *, key: str | None, yes: bool) -> None:
 
     The leader notices before it sends anything more, and stands by. Without another one it leads again after about 2 s.
     """
-    from celery_syncguard.core.leadership import end_term, leader_lock_key
+    from celery_syncguard.core.leader_key import end_term, leader_lock_key
 
     with target(ctx).guard() as guard:
         key = key or guard.settings.leader_key

@@ -923,7 +923,7 @@ def test_a_standby_has_no_schedule_and_looks_often():
     app = make_app({"a": every(1)})
     one = LeaderScheduler(app=app, lazy=False)
     guard = app_state.guard_for(app)
-    from celery_syncguard.core.leadership import leader_lock_key
+    from celery_syncguard.core.leader_key import leader_lock_key
     from celery_syncguard.core.store import Acquire
 
     held = guard.acquire(Acquire(key=leader_lock_key("beat"), lock_id="x" * 22, ttl=60, holder="another"))
