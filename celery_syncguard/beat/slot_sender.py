@@ -34,7 +34,7 @@ from celery_syncguard.beat.agenda import CATCH_UP_OPTION, Agenda, Place
 from celery_syncguard.beat.broker import Broker, bounded_connection, discard
 from celery_syncguard.beat.entry_rows import count_runs, end_clocked, is_one_off, of_the_database, uncounted_unless_done
 from celery_syncguard.beat.slots import Slot
-from celery_syncguard.beat.timetable import describe
+from celery_syncguard.beat.timetable import altered, describe
 from celery_syncguard.beat.undisturbed import undisturbed
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
@@ -344,15 +344,12 @@ class SendsSlots:
 def _due_now(plan: Any) -> Any:
     """The same schedule, saying that it is due; one whose class has an `is_due` of its own keeps that.
 
-    That a slot is due is decided already. Celery's own and django-celery-beat's would judge again, by the host's clock and
-    by the wall: in spring they see no 02:30 at the slot that takes its place, and call it due the next day.
+    Celery's own and django-celery-beat's would decide once more, by the host's clock and by the wall: in spring they see no
+    02:30 at the slot that takes its place, and call it due the next day.
     """
     if not type(plan).is_due.__module__.startswith(("celery.", "django_celery_beat.")):
         return plan
-    twin = object.__new__(type(plan))
-    twin.__dict__.update(plan.__dict__)
-    twin.is_due = lambda _last_run_at: schedstate(is_due=True, next=0.0)
-    return twin
+    return altered(plan, is_due=lambda _last_run_at: schedstate(is_due=True, next=0.0))
 
 
 def _causes(exc: BaseException | None) -> Iterator[BaseException]:

@@ -1,4 +1,4 @@
-"""A few milliseconds in which SIGTERM and SIGINT have to wait."""
+"""Makes SIGTERM and SIGINT wait for a few milliseconds, in which a slot is sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["undisturbed"]
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Let SIGTERM and SIGINT wait until the block is done; a second one does not wait."""
+    """SIGTERM and SIGINT wait until the block is done; a second one does not wait."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
