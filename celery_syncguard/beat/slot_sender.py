@@ -42,8 +42,7 @@ from celery_syncguard.errors import DuplicateTask, LeaseLost, NoLease, SchemaBeh
 
 __all__ = ["SendsSlots", "sending"]
 
-#: Seconds of looking at entries after which a tick returns, though not all have been looked at; and between two comparisons
-#: of the whole schedule with what it was.
+#: Seconds after which a tick stops looking at entries; and between two comparisons of the whole schedule with what it was.
 _LOOKING = 1.0
 
 #: More than there is between two slots of any schedule: the longest are the years between two 29ths of February.
@@ -99,10 +98,10 @@ class SendsSlots:
 
     def tick(self, *args: Any, **kwargs: Any) -> float:
         """Send one slot that is due. The seconds until the next one may be."""
-        if super().tick.__func__ is not beat.Scheduler.tick:  # type: ignore[misc]  # a class of its own making
+        if super().tick.__func__ is not beat.Scheduler.tick:  # type: ignore[misc]  # overridden by a user's class
             return float(super().tick(*args, **kwargs))  # type: ignore[misc]
         self._follow_jump()
-        # Celery's own, up to 5.6, lets an entry that is not due after all keep the others waiting.
+        # In Celery's own, up to 5.6, an entry that is not due after all keeps the others waiting.
         schedule = self.schedule
         if self._heap is None or self._is_another(schedule):
             self.old_schedulers = copy.copy(schedule)
@@ -134,15 +133,15 @@ class SendsSlots:
         self._heap = heap
 
     def _is_another(self, schedule: Any) -> bool:
-        # Celery compares all entries in every tick, and so with every slot that is sent: 40 ms of 5,000 entries. A class
-        # with `look_in` has its own bound.
+        # Celery compares all entries in every tick, so for every slot that is sent: 40 ms for 5,000 entries. A class with
+        # `look_in` has its own bound.
         if schedule is self._compared and clock.now() < self._compare_at and not hasattr(self, "look_in"):
             return False
         self._compared, self._compare_at = schedule, clock.now() + _LOOKING
         return not self.schedules_equal(self.old_schedulers, schedule)
 
     def _when(self, _entry: Any, next_time_to_run: float | None, **_: Any) -> float:
-        # The keys of Celery's heap. Wall clocks are set, and would leave entries waiting.
+        # The keys of Celery's heap, by the monotonic clock: a wall clock that is set would leave entries waiting.
         delay = self.max_interval if next_time_to_run is None else next_time_to_run
         return clock.now() + max(0.0, min(delay, self.max_interval))
 
@@ -156,7 +155,7 @@ class SendsSlots:
             return self.is_due(entry)
         except SyncGuardError:
             raise
-        except Exception as exc:  # one entry that cannot be understood must not stop the others
+        except Exception as exc:  # one invalid entry must not stop the others
             if of_the_database(exc):
                 raise
             logger.exception("cannot tell when %r is due, trying again later", entry.name)
@@ -190,12 +189,12 @@ class SendsSlots:
         return bool(place.pending), 0.0 if len(place.pending) > 1 else following
 
     def _willing(self, entry: Any, place: Place) -> tuple[bool, float]:
-        """What the entry's own class says, where it has an opinion of its own."""
+        """Whether the entry's own class agrees, if it overrides `is_due`; and when to ask again."""
         every = getattr(entry.schedule, "run_every", None)
         # Seen from here, its schedule is due at the pending slot.
         entry.last_run_at = place.pending[0] - (every if isinstance(every, timedelta) else timedelta(seconds=1))
         if place.pending[0] > datetime.now(timezone.utc):
-            # This machine's clock, by which a class of somebody's own judges, is behind the database's.
+            # This machine's clock, by which a user's class decides, is behind the database's.
             entry.last_run_at -= _LONG_AGO
         count_runs(entry, place)
         ours = type(entry).is_due is beat.ScheduleEntry.is_due
@@ -213,7 +212,7 @@ class SendsSlots:
     def apply_entry(self, entry: Any, producer: Any = None) -> None:
         place = self._agenda.places.get(entry.name)
         if place is None or not place.pending:
-            super().apply_entry(entry, producer=producer)  # type: ignore[misc]  # somebody else's call: not a slot
+            super().apply_entry(entry, producer=producer)  # type: ignore[misc]  # a user's call: not a slot
             return
         try:
             fresh = not self.connection.connected
@@ -284,13 +283,13 @@ class SendsSlots:
                 return
         # A channel error comes wrapped like a connection error, so it is looked for first.
         if any(isinstance(cause, self.connection.channel_errors) for cause in causes):
-            # The broker answers, and does not want this message: no such queue, no permission. The others may go on.
+            # The broker answers, and refuses this message: no such queue, no permission. The others may go on.
             pause = place.refused()
             logger.error("the broker refuses %r, trying again in %.0f s: %s", entry.name, pause, causes[-1])
             self._drop_connection()
             self._heap = None
             return
-        # Redis's transport counts a KeyError, which can as well come from the task's own code.
+        # Redis's transport counts a KeyError among these, which may also come from the task's own code.
         gone = [kind for kind in self.connection.connection_errors if kind is not KeyError]
         found = [cause for cause in causes if isinstance(cause, (OperationalError, OSError, *gone))]
         if not found:
@@ -299,8 +298,8 @@ class SendsSlots:
         elif attempt.at_broker or not (attempt.fresh or place.refusals):
             self._broker_failed(entry, causes[-1])
         else:
-            # The broker was there a moment ago, and nothing was being published: it was a file or a server that arguments, a
-            # router or the task's own `apply_async` asked for. The others may go on.
+            # The broker was there a moment ago, and nothing was being published: it was a file or a server that the arguments,
+            # a router or the task's own `apply_async` needs. The others may go on.
             pause = place.refused()
             logger.error("%r fails before it is published, trying again in %.0f s: %r", entry.name, pause, found[0])
             if self._broker.failure is None:
