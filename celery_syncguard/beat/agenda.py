@@ -164,31 +164,34 @@ class Agenda:
     # Slots
 
     def look(self, entry: Any, place: Place, now: datetime) -> None:
-        """Bring the pending slots of an entry up to date: add what came due, give up what is too late by now."""
+        """Bring the pending slots of an entry up to date: add what came due, give up what is too late by now (because the
+        broker was away, or the entry's class not willing).
+        """
         plan = entry.schedule
         if not place.planned:
             place.plan(plan)
-        if place.next_due is None or place.next_due > now:
-            # In time when they came due, they may be too late by now: the broker was away, or the entry's class not willing.
-            waiting = len(place.pending)
-            if waiting:
-                self._settle(entry, place, place.pending, now)
-            if len(place.pending) < waiting:
-                _tell(logger.info, entry, waiting, place)
-                if not any(other.pending for other in self.places.values()):
-                    self._broker.works()  # nothing is left that cannot be sent; the next slot shows if it does
-            return
+        found: list[datetime] = []
+        more = False
+        came_due = place.next_due is not None and place.next_due <= now
         instant = once_only(plan)
-        found, more = due_between(plan, after=place.counted, now=now) if instant is None else ([instant], False)
+        if came_due:
+            found, more = due_between(plan, after=place.counted, now=now) if instant is None else ([instant], False)
+        elif not place.pending:
+            return
         due = sorted({*place.pending, *found})
         self._settle(entry, place, due, now)
-        if len(due) > 1 or more or not place.pending:
+        fewer = len(place.pending) < len(due)
+        if more or fewer or (came_due and len(due) > 1):
             # While the broker is away this comes again with every attempt.
-            level = logger.debug if self._broker.failures else logger.info
-            _tell(level, entry, f"more than {len(due)}" if more else len(due), place)
+            level = logger.debug if came_due and self._broker.failures else logger.info
+            count = f"{'more than ' if more else ''}{len(due)}"
+            level("%r has %s slot(s) due, sending %d of them by its rule", entry.name, count, len(place.pending))
         if found:
             place.counted = found[-1]
-        place.next_due = next_due(plan, place.counted) if instant is None else None
+        if came_due:
+            place.next_due = next_due(plan, place.counted) if instant is None else None
+        elif fewer and not any(other.pending for other in self.places.values()):
+            self._broker.works()  # nothing is left that cannot be sent; the next slot shows if it does
 
     def _settle(self, entry: Any, place: Place, due: list[datetime], now: datetime) -> None:
         """Of these slots keep what the rule says, and give up those that were claimed and are not among them."""
@@ -235,10 +238,6 @@ class Agenda:
         place.claimed = max(place.claimed, slot.due_at)
         place.refusals = 0
         (self._slots.sent if sent else self._slots.drop)(slot, term=self.term)
-
-
-def _tell(level: Callable[..., None], entry: Any, due: object, place: Place) -> None:
-    level("%r has %s slot(s) due, sending %d of them by its rule", entry.name, due, len(place.pending))
 
 
 def _storable(name: str) -> bool:

@@ -328,8 +328,12 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
     def _trouble(self, exc: Exception) -> float:
         self._failures += 1
         expected = isinstance(exc, (OSError, OperationalError)) or of_the_database(exc)
-        text = "the schedule failed and will be tried again: %s: %s"
-        logger.error(text, type(exc).__name__, exc, exc_info=None if expected else exc)
+        logger.error(
+            "the schedule failed and will be tried again: %s: %s",
+            type(exc).__name__,
+            exc,
+            exc_info=None if expected else exc,
+        )
         self._forget_heap()
         if self._failures >= _TOO_MANY_FAILURES and self.leadership is not None:
             self._failures = 0
