@@ -57,8 +57,6 @@ class TaskKeys:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         overrides: Mapping[str, Any],
-        *,
-        serializer: str | None = None,
     ) -> tuple[Header, TaskOptions]:
         """The header with the keys that it lacks and with the overrides; the options for this call.
 
@@ -77,13 +75,14 @@ class TaskKeys:
                 for name, value in portable(carried).items()
                 if not (name in _ENTRIES and isinstance(value, str))
             }
+        serializer: str | None = None
         dumped: tuple[Sequence[Any], Mapping[str, Any]] | None = None
         for name, entry, attribute, source in self._entries if options is self.options else self._entries_of(options):
             if getattr(header, attribute) is not None and name not in overrides:
                 continue
             if dumped is None:
                 dump = getattr(task, "_dump_pydantic_arguments", None)
-                serializer = serializer or task.serializer or task.app.conf.task_serializer
+                serializer = header.serializer or task.serializer or task.app.conf.task_serializer
                 plain_args, plain_kwargs = dump(args, kwargs) if dump is not None else (args, kwargs)
                 dumped = as_sent(plain_args, plain_kwargs, serializer)
             new[attribute] = self._key(task, name, source, *dumped, serializer=serializer)

@@ -162,9 +162,7 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
             raise TypeError(f"task args must be a list or tuple, got {type(args).__name__}")
         call: dict[str, Any] = dict(options, task_id=task_id)
         try:
-            header, task_options = plan.complete(
-                self, header, tuple(args or ()), dict(kwargs or {}), overrides, serializer=options.get("serializer")
-            )
+            header, task_options = plan.complete(self, header, tuple(args or ()), dict(kwargs or {}), overrides)
         except InvalidKey:
             if publishing.follows(call) or not publishing.begun(call):
                 raise
@@ -234,14 +232,10 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
         """Run here and now, under the lock as in a worker. Takes our options too."""
         overrides = take_overrides(options)
         headers = options.get("headers") or {}
-        handed_on = (
-            "retries" not in options
-            and current_task
-            # A publish in an eager application has a call id of its own.
-            and headers.get(HEADER) == (current_task.request.headers or {}).get(HEADER)
-        )
+        before = (current_task.request.headers or {}) if current_task and "retries" not in options else {}
         try:
-            header = Header() if handed_on else Header.of(headers)
+            # What a body hands on is not for this task. A publish in an eager application has a call id of its own.
+            header = Header.of(headers) if headers.get(HEADER) != before.get(HEADER) else Header()
         except SyncGuardError:
             pass  # the task fails with it, as in a worker
         else:
@@ -302,14 +296,8 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
             # Computed now, so that the end of this attempt knows whether its claim goes on.
             new_args = request.args if args is None else args
             new_kwargs = request.kwargs if kwargs is None else kwargs
-            header, _ = self.plan().complete(
-                self,
-                before.for_other_arguments(),
-                tuple(new_args or ()),
-                dict(new_kwargs or {}),
-                {},
-                serializer=options.get("serializer"),
-            )
+            header = before.for_other_arguments()._replace(serializer=options.get("serializer"))
+            header, _ = self.plan().complete(self, header, tuple(new_args or ()), dict(new_kwargs or {}), {})
             if header.claim_key == before.claim_key and before.claimed:
                 header = header._replace(claimed=True)
             options["headers"] = header.into(request.headers)

@@ -587,7 +587,7 @@ def test_a_key_is_the_same_for_every_attempt_and_every_way_to_publish(app, value
         # Sent by name, without our header.
         app.send_task(f.name, [value], **options)
         ((_, (args, kwargs, _)),) = published(app)
-        header, _ = f.plan().complete(f, Header(), tuple(args), kwargs, {}, serializer=serializer)
+        header, _ = f.plan().complete(f, Header(serializer=serializer), tuple(args), kwargs, {})
         keys.append(header.lock_key)
         assert len(set(keys)) == 1, keys
 
