@@ -39,7 +39,7 @@ from celery_syncguard.errors import StoreUnavailable, SyncGuardError
 from celery_syncguard.postgres import migrate
 from celery_syncguard.postgres.connection import describe_dsn
 from celery_syncguard.postgres.store import PostgresStore
-from celery_syncguard.tasks.header import HEADER, claim_of
+from celery_syncguard.tasks.header import Header
 
 __all__ = ["GuardedRequest", "is_worker", "start", "stop"]
 
@@ -167,7 +167,7 @@ class GuardedRequest(Request):  # type: ignore[misc]
         return isinstance(exc, (WorkerLostError, TimeLimitExceeded))
 
     def _end_claim(self) -> None:
-        claim_key = claim_of(self.request_dict.get(HEADER))
+        claim_key = Header.claim_in(self.request_dict)
         if claim_key is not None:
             _undertaker.end_claim(claim_key, self.id)
 
@@ -175,8 +175,7 @@ class GuardedRequest(Request):  # type: ignore[misc]
 @task_revoked.connect(weak=False)  # type: ignore[untyped-decorator]
 def _on_revoked(request: Any = None, **_: Any) -> None:
     # Revoked, expired or terminated: the only thing that Celery says of it, and only in the main process.
-    headers = getattr(request, "request_dict", None) or getattr(request, "headers", None) or {}
-    claim_key = claim_of(headers.get(HEADER))
+    claim_key = Header.claim_in(getattr(request, "request_dict", None) or getattr(request, "headers", None))
     if claim_key is not None:
         _undertaker.end_claim(claim_key, request.id)
 
@@ -278,7 +277,7 @@ class _Undertaker:
 
         Takes no lock, as a signal handler calls it: the work is done at the thread's next turn, or at the stop.
         """
-        key = claim_of(request.request_dict.get(HEADER))
+        key = Header.claim_in(request.request_dict)
         if key is not None and not request.task.acks_late:
             self._work.append(_end_of_claim(key, request.id))
 
