@@ -378,7 +378,7 @@ class StartSetup(Protocol):
 
 @pytest.fixture
 def celery_setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StartSetup]:
-    """Make the setup of this test: `setup = celery_setup("tests.acceptance.tasks_of_retries", conf={...})`.
+    """Make the setup of this test: `setup = celery_setup("tests.acceptance.apps.retrying", conf={...})`.
 
     Unless told otherwise (`broker=`, `dsn=`) it uses the fixtures `broker` and `pg_dsn` (perhaps through a pooler), which
     the test has to request, since they decide how often it runs and what it needs. Nodes are killed when the test ends,

@@ -12,7 +12,7 @@ from tests.fixtures import gate
 from tests.fixtures.polling import poll
 
 APP = "tests.acceptance.apps.pools_bodies"
-LONG_LEASES = "tests.acceptance.apps.locks_bodies"
+LONG_LEASES = "tests.acceptance.apps.working"
 WITHOUT_US = "tests.acceptance.apps.without_us"
 
 
