@@ -21,7 +21,7 @@ def test_a_connection_that_was_lost_to_an_exception_is_replaced(guard):
     """Else a process with one connection for its work would never get one again."""
     with guard.hold("a"):
         pass
-    lost = guard.store._pool._pool.getconn()
+    lost = guard.store._connections._pool.getconn()
     with pytest.raises(StoreUnavailable, match="lost its connection"):
         guard.try_acquire("b")
 
