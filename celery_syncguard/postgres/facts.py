@@ -6,14 +6,17 @@ failed (`store`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import psycopg
 from psycopg import errors as pg
 
-from celery_syncguard.errors import InvalidKey, SchemaBehind, StoreUnavailable, SyncGuardError
+from celery_syncguard.errors import InvalidKey, LeaseNotVisible, SchemaBehind, StoreUnavailable, SyncGuardError
 from celery_syncguard.postgres.adapters import InSavepoint
 from celery_syncguard.postgres.connection import describe_dsn, in_statement_mode
 
-__all__ = ["Busy", "fact", "fact_of_caller", "may_pass"]
+__all__ = ["PLACE", "Busy", "Facts", "fact", "fact_of_caller", "may_pass", "not_visible"]
 
 #: The connection is gone or of no use, or the server is going down, coming up or full: another connection may work.
 _TRANSIENT = (psycopg.OperationalError, psycopg.InterfaceError, pg.SerializationFailure, pg.DeadlockDetected)
@@ -30,10 +33,43 @@ _FINAL = (
 _MISSING = (pg.UndefinedFunction, pg.UndefinedTable, pg.UndefinedColumn, pg.InvalidSchemaName)
 
 
+#: Which server, database and schema a connection leads to, to compare, and for people; its isolation. Addresses differ
+#: by the way in.
+PLACE = """
+select concat_ws('/', extract(epoch from pg_postmaster_start_time()), databases.oid, functions.pronamespace),
+    concat(
+        'database ', quote_ident(databases.datname),
+        ', schema ', functions.pronamespace::regnamespace,
+        ', at ', coalesce(host(inet_server_addr()), 'the local socket'), ':', current_setting('port')
+    ),
+    current_setting('transaction_isolation')
+from pg_database as databases
+left join pg_proc as functions on functions.oid = to_regprocedure(%s)
+where databases.datname = current_database()
+"""
+
+
 class Busy(StoreUnavailable):
     """A wait for a row on the server came to its bound, the lock_timeout."""
 
     busy = True
+
+
+class Facts:
+    """Turns psycopg's errors into ours. One object serves every statement of a store."""
+
+    __slots__ = ("_dsn", "_schema")
+
+    def __init__(self, dsn: str, schema: str | None) -> None:
+        self._dsn = dsn
+        self._schema = schema
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None:
+        if isinstance(exc, psycopg.Error):
+            raise fact(exc, dsn=self._dsn, schema=self._schema) from exc
 
 
 def may_pass(exc: BaseException | None) -> bool:
@@ -99,6 +135,27 @@ def fact_of_caller(exc: Exception, name: str, *, key: str, kind: str, dsn: str) 
             f"which the locks live ({describe_dsn(dsn)}), with our schema on its search path or named by syncguard_schema"
         )
     return None
+
+
+def not_visible(key: str, *, here: Sequence[Any], there: Sequence[Any]) -> LeaseNotVisible | None:
+    """The error for a lease that is alive in our database and missing on the caller's connection. None: it is lost.
+
+    Arguments:
+        here, there: the rows of `PLACE` on the caller's connection and on ours.
+    """
+    if here[0] != there[0]:
+        text = (
+            f"the lease on {key!r} is alive in {there[1]}, but this connection leads to {here[1]}: fence a connection to "
+            f"the database in which the locks live, or let syncguard_dsn lead to the other"
+        )
+    elif here[2] != "read committed":
+        text = (
+            f"the lease on {key!r} is alive, but this {here[2]} transaction is older than the lease: "
+            f"roll back, and call lease.fenced() first in a new one"
+        )
+    else:
+        return None
+    return LeaseNotVisible(text, key=key, here=here[1], there=there[1])
 
 
 def _sqlstate(exc: BaseException | None) -> str | None:

@@ -284,7 +284,9 @@ class Kept:
                 self._conn.patience = self._timeout + LOCK_TIMEOUT
             try:
                 yield self._conn
-            except BaseException:
+            except BaseException as exc:
+                if isinstance(exc, psycopg.errors.ReadOnlySqlTransaction):
+                    self._hosts.mistrust()
                 self._drop()
                 raise
             self._used_at = clock.now()

@@ -1,8 +1,8 @@
 """The PostgreSQL store: one SQL function per operation (migrations), one round trip and one commit each.
 
 A statement is repeated on a fresh connection when its connection broke or the server was restarting, for `timeout`
-seconds in all. That is safe because every operation may be repeated: an acquire with the same lock_id answers with the
-same grant.
+seconds in all. That is safe because every operation may be repeated: an acquire with the same lock_id returns the same
+grant.
 
 Not here: connections (`connection`, `pool`), what an error means (`facts`), waiting for a release (`listen`), the text of
 the functions (`migrations/`).
@@ -16,9 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from typing import Any, TypeVar
-
-import psycopg
-from psycopg import sql
 
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
@@ -36,10 +33,10 @@ from celery_syncguard.core.store import (
     Release,
     Renewal,
 )
-from celery_syncguard.errors import LeaseNotVisible, StoreUnavailable, SyncGuardError
+from celery_syncguard.errors import StoreUnavailable, SyncGuardError
 from celery_syncguard.postgres.adapters import adapter_for
 from celery_syncguard.postgres.connection import Connection, connection_parameters, describe_dsn
-from celery_syncguard.postgres.facts import Busy, fact, fact_of_caller, may_pass
+from celery_syncguard.postgres.facts import PLACE, Busy, Facts, fact_of_caller, may_pass, not_visible
 from celery_syncguard.postgres.hosts import Hosts
 from celery_syncguard.postgres.listen import Listener
 from celery_syncguard.postgres.pool import Connections
@@ -51,7 +48,7 @@ T = TypeVar("T")
 #: Fences from here on work, but the counter of that key has been tampered with or a clock was far in the future.
 WARN_FENCE = 90_000_000_000_000
 
-#: With numbered places for `Connection.call`, others for a cursor.
+#: With numbered places for `Connection.call`, with %s for a cursor, ours or the caller's.
 _QUERIES = {
     "acquire": "select to_json({}syncguard_acquire($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13))",
     "renew": "select lock_id, expires_at_ms from {}syncguard_renew(%s, %s, %s)",
@@ -68,20 +65,6 @@ _QUERIES = {
     "fenced": "select {}syncguard_fenced(%s, %s, %s, %s)",
     "complete": "select {}syncguard_complete(%s, %s, %s, %s)",
 }
-
-#: Which server, database and schema a connection leads to, for comparing and for people. Addresses differ by the way in.
-_PLACE = """
-select concat_ws('/', extract(epoch from pg_postmaster_start_time()), databases.oid, functions.pronamespace),
-    concat(
-        'database ', quote_ident(databases.datname),
-        ', schema ', functions.pronamespace::regnamespace,
-        ', at ', coalesce(host(inet_server_addr()), 'the local socket'), ':', current_setting('port')
-    ),
-    current_setting('transaction_isolation')
-from pg_database as databases
-left join pg_proc as functions on functions.oid = to_regprocedure(%s)
-where databases.datname = current_database()
-"""
 
 
 def _ms(seconds: float | None) -> int | None:
@@ -115,8 +98,15 @@ class PostgresStore:
         self.timeout = timeout
         self._hosts = Hosts(connection_parameters(dsn, timeout=timeout))
         self._connections = Connections(self._hosts, size=pool_size - 1, timeout=timeout)
+        self._facts = Facts(dsn, schema)
         self._listener = Listener(self._connections.keep())
-        self._queries: dict[str, bytes] = {}
+        # Quoted here and not by psycopg, as some are sent on the caller's connection.
+        self._prefix = "" if schema is None else '"' + schema.replace('"', '""') + '".'
+        # In a query with %s, a % of the schema's name would be read as a placeholder.
+        escaped = self._prefix.replace("%", "%%")
+        self._queries = {
+            name: query.format(escaped if "%s" in query else self._prefix).encode() for name, query in _QUERIES.items()
+        }
         forget_in_children(self)
 
     def __repr__(self) -> str:
@@ -140,13 +130,13 @@ class PostgresStore:
             request.call_id,
             _ms(request.claim_wait),
         )
-        # Not counted from here: a busy process may queue for a connection for longer than a ttl. But from the first time,
-        # because a request that is repeated is answered with the same grant.
+        # A deadline does not count from here: a busy process may queue for a connection for longer than a ttl. But from the
+        # first time it is sent, because a repeated request returns the same grant.
         sent: list[float] = []
 
         def ask(conn: Connection) -> Any:
             sent.append(clock.now())
-            return conn.call(self._query("acquire", conn), parameters)
+            return conn.call(self._queries["acquire"], parameters)
 
         row = self.run(ask)
         outcome, now_ms, fence = row["outcome"], row["now_ms"], row["fence"]
@@ -154,21 +144,9 @@ class PostgresStore:
         if outcome == "granted":
             if fence >= WARN_FENCE:
                 logger.warning("the fence counter of %r is at %d: was a server clock far ahead?", request.key, fence)
-            return Grant(
-                key=request.key,
-                lock_id=row["lock_id"],
-                fence=fence,
-                acquired_at=_instant(acquired),
-                expires_at=_instant(expires),
-                sent_at=sent[0],
-            )
+            return Grant(request.key, row["lock_id"], fence, _instant(acquired), _instant(expires), sent_at=sent[0])
         if outcome == "done":
-            return Done(
-                run_key=row["run_key"],
-                task_id=row["task_id"],
-                age=(now_ms - acquired) / 1000,
-                fingerprint=row["fingerprint"],
-            )
+            return Done(row["run_key"], row["task_id"], (now_ms - acquired) / 1000, row["fingerprint"])
         if outcome == "dead":
             return Dead(deaths=row["deaths"], of_task=row["task_id"] is not None)
         return Held(
@@ -190,8 +168,8 @@ class PostgresStore:
             [_ms(one.ttl) for one in renewals],
         )
         try:
-            with _Facts(self), self._connections.lend(renewal=True) as conn:
-                rows = conn.execute(self._query("renew", conn), parameters).fetchall()
+            with self._facts, self._connections.lend(renewal=True) as conn:
+                rows = conn.execute(self._queries["renew"], parameters).fetchall()
         except Busy:
             return {one.lock_id: None for one in renewals}
         answer: dict[str, bool | None] = {}
@@ -251,7 +229,7 @@ class PostgresStore:
         try:
             return self._listener.wait(key, timeout, ask)
         except Busy:
-            # The holder's row is in use: it is held as before, and nobody could tell its release that we wait.
+            # The holder's row is in use: it is held as before, and its release could not be asked to tell us.
             return False
 
     # Claims
@@ -289,7 +267,17 @@ class PostgresStore:
     def fenced(self, conn: Any, *, key: str, lock_id: str, fence: int) -> bool:
         if self._in_caller(conn, "fenced", (key, lock_id, fence, adapter_for(conn).in_test_case())):
             return True
-        self._refuse_if_alive_elsewhere(conn, key, lock_id)
+        # It may be alive where the caller's connection does not see it.
+        function = f"{self._prefix}syncguard_fenced(text, text, bigint, boolean)"
+        try:
+            if all(row.lock_id != lock_id for row in self.locks(key)):
+                return False
+            there = self.run(lambda own: own.execute(PLACE, (function,)).fetchall())[0]
+        except SyncGuardError:
+            return False  # nothing contradicts the caller's connection
+        unseen = not_visible(key, here=adapter_for(conn).rows(PLACE, (function,))[0], there=there)
+        if unseen is not None:
+            raise unseen
         return False
 
     def complete(
@@ -297,42 +285,10 @@ class PostgresStore:
     ) -> bool:
         return bool(self._in_caller(conn, "complete", (run_key, task_id, _ms(ttl), fingerprint)))
 
-    def _refuse_if_alive_elsewhere(self, conn: Any, key: str, lock_id: str) -> None:
-        """Raise `LeaseNotVisible` if the caller's connection misses a lease that is alive in our database."""
-        function = f"{self._prefix()}syncguard_fenced(text, text, bigint, boolean)"
-        try:
-            if all(row.lock_id != lock_id for row in self.locks(key)):
-                return
-            where, there, _ = self.run(lambda own: own.execute(_PLACE, (function,)).fetchall())[0]
-        except SyncGuardError:
-            return  # nobody contradicts the caller's connection
-        looked_at, here, isolation = adapter_for(conn).rows(_PLACE, (function,))[0]
-        if looked_at != where:
-            raise LeaseNotVisible(
-                f"the lease on {key!r} is alive in {there}, but this connection leads to {here}: fence a connection to the "
-                f"database in which the locks live, or let syncguard_dsn lead to the other",
-                key=key,
-                here=here,
-                there=there,
-            )
-        if isolation != "read committed":
-            raise LeaseNotVisible(
-                f"the lease on {key!r} is alive, but this {isolation} transaction is older than the lease: "
-                f"roll back, and call lease.fenced() first in a new one",
-                key=key,
-                here=here,
-                there=there,
-            )
-
-    def _prefix(self) -> str:
-        return "" if self.schema is None else '"' + self.schema.replace('"', '""') + '".'
-
     def _in_caller(self, conn: Any, name: str, parameters: tuple[Any, ...]) -> Any:
-        # The caller's driver may be psycopg2 or Django's, so the schema is quoted here and not by psycopg.
-        prefix = self._prefix().replace("%", "%%")
         adapter = adapter_for(conn)
         try:
-            return adapter.rows(_QUERIES[name].format(prefix), parameters)[0][0]
+            return adapter.rows(self._queries[name].decode(), parameters)[0][0]
         except Exception as exc:
             ours = fact_of_caller(exc, name, key=parameters[0], kind=adapter.kind, dsn=self.dsn)
             if ours is None:
@@ -374,7 +330,7 @@ class PostgresStore:
         sent = False
         while True:
             try:
-                with _Facts(self), self._connections.lend() as conn:
+                with self._facts, self._connections.lend() as conn:
                     sent = True
                     return work(conn)
             except StoreUnavailable as exc:
@@ -388,37 +344,7 @@ class PostgresStore:
                 attempt += 1
 
     def _call(self, name: str, parameters: tuple[Any, ...]) -> Any:
-        return self.run(lambda conn: conn.call(self._query(name, conn), parameters))
+        return self.run(lambda conn: conn.call(self._queries[name], parameters))
 
     def _all(self, name: str, parameters: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        return self.run(lambda conn: conn.execute(self._query(name, conn), parameters).fetchall())
-
-    def _query(self, name: str, conn: Connection) -> bytes:
-        query = self._queries.get(name)
-        if query is None:
-            prefix = "" if self.schema is None else (sql.Identifier(self.schema) + sql.SQL(".")).as_string(conn)
-            text = _QUERIES[name]
-            if "%s" in text:
-                # A % in the schema's name would be read as a placeholder.
-                prefix = prefix.replace("%", "%%")
-            query = self._queries[name] = text.format(prefix).encode()
-        return query
-
-
-class _Facts:
-    """Turns psycopg's errors into ours. Not made with contextlib, as every statement is inside one."""
-
-    __slots__ = ("_store",)
-
-    def __init__(self, store: PostgresStore) -> None:
-        self._store = store
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, traceback: Any) -> None:
-        if not isinstance(exc, psycopg.Error):
-            return
-        if isinstance(exc, psycopg.errors.ReadOnlySqlTransaction):
-            self._store._hosts.mistrust()  # noqa: SLF001 - its own
-        raise fact(exc, dsn=self._store.dsn, schema=self._store.schema) from exc
+        return self.run(lambda conn: conn.execute(self._queries[name], parameters).fetchall())
