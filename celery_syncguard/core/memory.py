@@ -143,11 +143,10 @@ class MemoryStore:
             fence = max(self._counters.get(request.key, 0) + 1, int((now + self._offset) * 1000))
             self._counters[request.key] = fence
             row = self._rows[request.key] = _Row(request, fence, acquired=now, expires=now + request.ttl)
-            if request.claim_key is not None and request.task_id is not None:
-                if request.claim_ttl is None:
-                    self._begin(request.claim_key, request.task_id, request.claim_wait, now)
-                else:
-                    self._claim(request.claim_key, request.task_id, request.claim_ttl, request.holder, now)
+            if request.claim_ttl is None:
+                self._end_claim(request.claim_key, request.task_id, next_ttl=request.claim_wait)
+            elif request.claim_key is not None and request.task_id is not None:
+                self._claim(request.claim_key, request.task_id, request.claim_ttl, request.holder, now)
             return self._grant(row)
 
     def _grant(self, row: _Row) -> Grant:
@@ -206,8 +205,7 @@ class MemoryStore:
     def release(self, release: Release) -> bool:
         with self._changed:
             now = clock.now()
-            if release.claim_key is not None and release.task_id is not None:
-                self._unclaim(release.claim_key, release.task_id)
+            self._end_claim(release.claim_key, release.task_id)
             row = self._rows.get(release.key)
             if row is not None and row.request.lock_id != release.lock_id:
                 row = None
@@ -341,30 +339,26 @@ class MemoryStore:
 
     def unclaim(self, key: str, *, task_id: str) -> bool:
         with self._changed:
-            return self._unclaim(key, task_id)
+            return self._end_claim(key, task_id)
 
     def _end_claim_of(self, row: _Row) -> None:
         """Its holder is dead, so the work that it claimed is over."""
-        request = row.request
-        if request.claim_key is not None and request.claim_ttl is not None and request.task_id is not None:
-            self._unclaim(request.claim_key, request.task_id)
+        if row.request.claim_ttl is not None:
+            self._end_claim(row.request.claim_key, row.request.task_id)
 
-    def _begin(self, key: str, task_id: str, ttl: float | None, now: float) -> None:
-        """The task's work has begun: its claim ends, or goes to the task that waits to run again."""
-        claim = self._claims.get(key)
-        if claim is not None and claim.task_id == task_id and claim.next_task_id is not None and ttl is not None:
-            self._claims[key] = _Claim(task_id=claim.next_task_id, holder=None, claimed=now, expires=now + ttl)
-        else:
-            self._unclaim(key, task_id)
-
-    def _unclaim(self, key: str, task_id: str) -> bool:
-        claim = self._claims.get(key)
-        if claim is not None and claim.task_id == task_id:
-            del self._claims[key]
-            return True
-        if claim is not None and claim.next_task_id == task_id:
-            claim.next_task_id = None
-        return False
+    def _end_claim(self, key: str | None, task_id: str | None, *, next_ttl: float | None = None) -> bool:
+        """True if the task owned it. `next_ttl`: its work has begun, and the claim goes to the task that waits to run again."""
+        claim = self._claims.get(key) if key is not None else None
+        if key is None or claim is None or task_id is None:
+            return False
+        if claim.task_id != task_id:
+            if claim.next_task_id == task_id:
+                claim.next_task_id = None
+            return False
+        del self._claims[key]
+        if claim.next_task_id is not None and next_ttl is not None:
+            self._claim(key, claim.next_task_id, next_ttl, None, clock.now())
+        return True
 
     def fenced(self, conn: Any, *, key: str, lock_id: str, fence: int) -> bool:
         with self._changed:
