@@ -1,7 +1,7 @@
-"""Hears releases: one LISTEN connection per process, only while somebody waits for a key.
+"""Hears releases: one LISTEN connection per process, only while a thread waits for a key.
 
 A waiter announces itself in the lock's row first (`syncguard_wait`); only then does the holder's release notify. So
-holders pay nothing while nobody waits. A notification is a hint: behind a pooler in transaction mode it never comes, and
+holders pay nothing while there is no waiter. A notification is a hint: behind a pooler in transaction mode it never comes, and
 the waiter's own timeout decides.
 """
 

@@ -57,7 +57,7 @@ _QUERIES = {
     "list": "select * from {}syncguard_list(%s, %s)",
     "prune": "select to_json({}syncguard_prune($1, $2))",
     "wait": "select to_json({}syncguard_wait($1, $2))",
-    # Without waiting for the disk: its confirmation waits, before which nobody relies on it.
+    # Without waiting for the disk: its confirmation waits, and nothing relies on the claim before that.
     "claim": "select to_json(claim) from set_config('synchronous_commit', 'off', true), "
     "{}syncguard_claim($1, $2, $3, $4, $5, $6) as claim",
     "confirm": "select to_json({}syncguard_confirm($1, $2, $3))",
@@ -201,6 +201,7 @@ class PostgresStore:
         return Buried(**self._call("release_process", (process,)))
 
     def locks(self, key: str | None = None, *, limit: int | None = None) -> list[LockRow]:
+        rows = self.run(lambda conn: conn.execute(self._queries["list"], (key, limit)).fetchall())
         return [
             LockRow(
                 key=name,
@@ -214,9 +215,7 @@ class PostgresStore:
                 task_id=task_id,
                 attempt=attempt,
             )
-            for name, lock_id, fence, acquired, expires, now_ms, holder, task_id, attempt in self._all(
-                "list", (key, limit)
-            )
+            for name, lock_id, fence, acquired, expires, now_ms, holder, task_id, attempt in rows
         ]
 
     def prune(self, *, older: float, counters: bool = False) -> Pruned:
@@ -345,6 +344,3 @@ class PostgresStore:
 
     def _call(self, name: str, parameters: tuple[Any, ...]) -> Any:
         return self.run(lambda conn: conn.call(self._queries[name], parameters))
-
-    def _all(self, name: str, parameters: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        return self.run(lambda conn: conn.execute(self._queries[name], parameters).fetchall())
