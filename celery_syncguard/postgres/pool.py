@@ -230,17 +230,22 @@ class _Loan:
         self._conn = conn
 
     def __enter__(self) -> Connection:
-        conn = self._conn
-        if conn is None:
-            conn = self._conn = self._lender.borrow(self._pool)
-        self._lender.lent.add(conn)
-        self._lender.lent_at = clock.now()
+        try:
+            conn = self._conn
+            if conn is None:
+                conn = self._conn = self._lender.borrow(self._pool)
+            self._lender.lent.add(conn)
+            self._lender.lent_at = clock.now()
+        except BaseException:
+            # One that came into this thread after the connection did.
+            if self._conn is not None:
+                self._return(self._conn)
+            raise
         return conn
 
     def __exit__(self, _: object, exc: BaseException | None, *__: object) -> None:
         conn = self._conn
         assert conn is not None
-        self._lender.lent.discard(conn)
         try:
             if isinstance(exc, psycopg.errors.ReadOnlySqlTransaction):
                 # Perhaps a standby, while another host of the dsn is the primary. Before the pool is told that this one is
@@ -250,8 +255,14 @@ class _Loan:
             if conn.active:  # an exception came into this thread in the middle of a statement
                 conn.abandon()
         finally:
+            self._return(conn)
+
+    def _return(self, conn: Connection) -> None:
+        try:
+            self._lender.lent.discard(conn)
             if not conn.closed:
                 self._lender.returned_at = clock.now()
+        finally:
             self._pool.putconn(conn)
 
 
