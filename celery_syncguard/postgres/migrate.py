@@ -138,9 +138,7 @@ def migrate(conninfo: str, *, schema: str | None = None, warn: Callable[[str], o
                 if row is not None:
                     _apply(conn, migration, describe_dsn(conninfo))
                     done.append(migration.name)
-        found = state(conn, schema=schema)
-    if not found.ready:
-        raise SchemaBehind(_complaint(found, describe_dsn(conninfo)))
+        check(conn, schema=schema, where=describe_dsn(conninfo))
     return done
 
 
