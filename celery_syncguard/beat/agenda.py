@@ -14,7 +14,8 @@ from typing import Any
 from celery.schedules import crontab
 
 from celery_syncguard.beat.broker import Broker
-from celery_syncguard.beat.slots import Entered, EntryRow, Slot, Slots
+from celery_syncguard.beat.postgres_slots import Slots
+from celery_syncguard.beat.slots import Entered, EntryRow, Slot
 from celery_syncguard.beat.timekeeper import JUMP, Timekeeper
 from celery_syncguard.beat.timetable import choose, describe, due_between, grid_start, next_due, once_only
 from celery_syncguard.core import clock

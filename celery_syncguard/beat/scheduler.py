@@ -38,7 +38,7 @@ from celery_syncguard.beat.inner_schedule import (
     tell_what_is_missing,
 )
 from celery_syncguard.beat.postgres_slots import open_slots
-from celery_syncguard.beat.slots import PRUNED_AT_MOST, Slots
+from celery_syncguard.beat.slots import PRUNED_AT_MOST
 from celery_syncguard.beat.timekeeper import Timekeeper
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
@@ -87,7 +87,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         self._settings = app_state.settings_for(app)
         self._guard = app_state.guard_for(app)
         self._class = inner_class(self._settings.beat_scheduler, app.conf.beat_scheduler, LeaderScheduler)
-        self._slots: Slots = open_slots(self._guard.store, self._settings.leader_key)
+        self._slots = open_slots(self._guard.store, self._settings.leader_key)
         self._inner: Any = None
         self._agenda: Agenda | None = None
         self._broker = Broker()
