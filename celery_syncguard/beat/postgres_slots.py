@@ -97,11 +97,9 @@ class PostgresSlots:
             )
 
     def unrecorded(self) -> list[Slot]:
-        """The slots that are sent or dropped, and not recorded as such yet."""
         return [slot for slot, _, _ in self._late]
 
     def flush(self) -> None:
-        """Record what could not be recorded before. Raises StoreUnavailable."""
         while self._late:
             slot, term, dropped = self._late[0]
             self._call("syncguard_beat_sent", slot.entry, slot.due_at, term, dropped)
