@@ -11,7 +11,7 @@ from typing import Any
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
 
-__all__ = ["Broker", "bounded_connection"]
+__all__ = ["Broker", "bounded_connection", "discard"]
 
 #: Seconds after which a slot is tried again that the broker did not take, at first and at most.
 _AGAIN = (0.2, 5.0)
@@ -71,3 +71,11 @@ def bounded_connection(app: Any) -> Any:
     else:
         return connection
     return app.connection_for_write(transport_options={**bounds, **(app.conf.broker_transport_options or {})})
+
+
+def discard(connection: Any) -> None:
+    """Close a connection that is broken, perhaps."""
+    try:
+        connection.collect()
+    except Exception as exc:  # it is thrown away in any case  # noqa: BLE001
+        logger.debug("a broken connection did not close: %s", exc)

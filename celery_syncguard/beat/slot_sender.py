@@ -31,7 +31,7 @@ from kombu.exceptions import OperationalError
 from kombu.utils.objects import cached_property
 
 from celery_syncguard.beat.agenda import CATCH_UP_OPTION, Agenda, Place
-from celery_syncguard.beat.broker import Broker, bounded_connection
+from celery_syncguard.beat.broker import Broker, bounded_connection, discard
 from celery_syncguard.beat.entry_rows import count_runs, end_clocked, is_one_off, of_the_database, uncounted_unless_done
 from celery_syncguard.beat.slots import Slot
 from celery_syncguard.beat.timetable import altered, describe
@@ -315,10 +315,7 @@ class SendsSlots:
         connection = self.__dict__.pop("connection", None)
         self.__dict__.pop("producer", None)
         if connection is not None:
-            try:
-                connection.collect()
-            except Exception as exc:  # it is thrown away in any case  # noqa: BLE001
-                logger.debug("a broken connection did not close: %s", exc)
+            discard(connection)
 
     @cached_property
     def connection(self) -> Any:
