@@ -78,6 +78,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
     _ending = False  # a signal said so
     _closed = False
     _done = False  # closed, and nothing is left to be done
+    _told_late = False
 
     def __init__(self, app: Any, *args: Any, **kwargs: Any) -> None:
         self.take_signals()  # first: Celery's handler would make another scheduler, in the middle of this
@@ -290,8 +291,9 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
             self._slots.flush()
 
     def _tell_late(self) -> None:
-        late = self._slots.unrecorded()
+        late = [] if self._told_late else self._slots.unrecorded()
         if late:
+            self._told_late = True
             logger.warning(
                 "this beat ends and could not record what became of %d slot(s); the next leader sends them once more, with "
                 "the same task ids: %s",
