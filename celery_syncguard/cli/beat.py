@@ -20,7 +20,8 @@ import click
 from celery_syncguard.cli.console import as_json, duration, fail, json_option, printable, table, target
 
 if TYPE_CHECKING:
-    from celery_syncguard.beat.slots import Slots, TermRow
+    from celery_syncguard.beat.postgres_slots import Slots
+    from celery_syncguard.beat.slots import TermRow
     from celery_syncguard.core.store import LockRow
     from celery_syncguard.guard import SyncGuard
 
