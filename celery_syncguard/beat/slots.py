@@ -21,6 +21,7 @@ from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
 from celery_syncguard.core.lease import Lease
 from celery_syncguard.core.memory import MemoryStore
+from celery_syncguard.core.outbox import Letter, Outbox
 from celery_syncguard.core.store import LockStore
 from celery_syncguard.errors import StoreUnavailable
 from celery_syncguard.postgres.store import PostgresStore
@@ -199,8 +200,8 @@ class PostgresSlots:
         # A % in the schema's name would be read as a placeholder.
         schema = store.schema
         self._prefix = "" if schema is None else '"' + schema.replace('"', '""').replace("%", "%%") + '".'
-        # Marks that the database has not heard of yet: (slot, term, dropped).
-        self._late: list[tuple[Slot, int, bool]] = []
+        # Marks that the database has not heard of yet. Written before whatever else it is told.
+        self._marks = Outbox()
 
     def _rows(self, call: str, parameters: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         # In binary: the text of an instant depends on the role's DateStyle and TimeZone.
@@ -268,7 +269,10 @@ class PostgresSlots:
         self._mark(slot, term, dropped=True)
 
     def _mark(self, slot: Slot, term: int, *, dropped: bool) -> None:
-        self._late.append((slot, term, dropped))
+        parameters = (self._key, slot.entry, slot.due_at, term, dropped)
+        self._marks.put(
+            Letter(lambda: self._rows("syncguard_beat_sent(%s, %s, %s, %s, %s)", parameters), about=(slot, dropped))
+        )
         try:
             self.flush()
         except StoreUnavailable as exc:
@@ -279,13 +283,10 @@ class PostgresSlots:
             )
 
     def unrecorded(self) -> list[Slot]:
-        return [slot for slot, _, _ in self._late]
+        return [letter.about[0] for letter in self._marks.waiting]
 
     def flush(self) -> None:
-        while self._late:
-            slot, term, dropped = self._late[0]
-            self._rows("syncguard_beat_sent(%s, %s, %s, %s, %s)", (self._key, slot.entry, slot.due_at, term, dropped))
-            self._late.pop(0)
+        self._marks.deliver()
 
     def seen(self, term: int, *, failure: str | None, sent: bool, ended: bool = False) -> datetime:
         self.flush()

@@ -36,7 +36,7 @@ from celery_syncguard.core.store import Acquire, Dead, Done, Held
 from celery_syncguard.errors import LeaseLost, LockHeld, SchemaBehind, StoreUnavailable, SyncGuardError, TooManyDeaths
 from celery_syncguard.guard import lock_held
 from celery_syncguard.skipped import Skipped
-from celery_syncguard.tasks import app_state
+from celery_syncguard.tasks import app_state, claims
 from celery_syncguard.tasks.header import HEADER, carried_options, claim_of, differ, header_of, is_broadcast
 from celery_syncguard.tasks.interrupt import Interrupt, interrupt_for
 from celery_syncguard.tasks.options import TaskOptions
@@ -449,7 +449,9 @@ class Delivery:
         claim_key = self.header.get("claim")
         until = self.options.dedup_until
         if claim_key is not None and (until == "ttl" or (until == "done" and self.lease is None)):
-            self._confirmer.confirm(claim_key, task_id=self.request.id, ttl=self.options.dedup_ttl)
+            claims.confirm_later(
+                self._guard, claim_key, task_id=self.request.id, ttl=self.options.dedup_ttl, delay=claims.STARTED_FOR
+            )
 
     def _keeps_claim(self, failure: BaseException | None) -> bool:
         """Whether the next attempt goes on under this claim. One with other arguments may have another."""
@@ -466,22 +468,12 @@ class Delivery:
         return header_of(signature.options.get("headers")).get("key") in (None, self.header.get("key"))
 
     def _end_claim(self, claim_key: str | None) -> None:
-        if claim_key is None:
-            return
-        self._confirmer.withdraw(claim_key, task_id=self.request.id)
-        try:
-            self._guard.store.unclaim(claim_key, task_id=self.request.id)
-        except SyncGuardError as exc:
-            logger.warning("could not end the claim %r, trying again in the background: %s", claim_key, exc)
-            self._end_claim_later(claim_key)
+        if claim_key is not None:
+            claims.end(self._guard, claim_key, task_id=self.request.id, ttl=self.options.dedup_ttl)
 
     def _end_claim_later(self, claim_key: str | None) -> None:
         if claim_key is not None:
-            self._confirmer.end(claim_key, task_id=self.request.id, ttl=self.options.dedup_ttl)
-
-    @property
-    def _confirmer(self) -> Any:
-        return app_state.state_of(self.task.app).confirmer
+            claims.end_later(self._guard, claim_key, task_id=self.request.id, ttl=self.options.dedup_ttl)
 
     # Not running
 

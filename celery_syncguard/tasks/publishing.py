@@ -29,8 +29,7 @@ from celery_syncguard.core.process import default_holder
 from celery_syncguard.core.store import Claim
 from celery_syncguard.errors import DuplicateTask, SyncGuardError
 from celery_syncguard.skipped import SKIPPED, Skipped, marker_for
-from celery_syncguard.tasks import app_state
-from celery_syncguard.tasks.confirmer import UNCONFIRMED_TTL
+from celery_syncguard.tasks import app_state, claims
 from celery_syncguard.tasks.delivery import DELIVERY, life, seconds_until
 from celery_syncguard.tasks.header import HEADER, differ, header_of, without_way
 from celery_syncguard.tasks.options import TaskOptions
@@ -89,7 +88,7 @@ def publish(
         return send(**call)
     try:
         claim = store.claim(
-            key, task_id=task_id, ttl=min(UNCONFIRMED_TTL, ttl), holder=holder, fingerprint=header.get("print")
+            key, task_id=task_id, ttl=min(claims.UNCONFIRMED_TTL, ttl), holder=holder, fingerprint=header.get("print")
         )
     except SyncGuardError as exc:
         if not begun(call):
@@ -104,25 +103,15 @@ def publish(
     try:
         result = send(**call)
     except BaseException:
-        _quietly(lambda: store.unclaim(key, task_id=task_id))
+        claims.end(app_state.guard_for(app), key, task_id=task_id, ttl=ttl)
         raise
-    _confirm(app, key, task_id=task_id, ttl=ttl)
+    # Before the caller goes on: it may freeze, or end, as soon as it has its answer.
+    claims.confirm(app_state.guard_for(app), key, task_id=task_id, ttl=ttl)
     request = current_task.request if current_task else None
     if request is not None and request.id == task_id and DELIVERY in request.__dict__:
         # A body put this in its own place (`self.replace`), under its id and so under its claim.
         request.__dict__[DELIVERY].claim_passed_on = key
     return _marked(result, duplicate=False, holder=None)
-
-
-def _confirm(app: Any, key: str, *, task_id: str, ttl: float) -> None:
-    """Before the caller goes on: it may freeze, or end, as soon as it has its answer."""
-    try:
-        app_state.guard_for(app).store.confirm([(key, task_id, ttl)])
-    except BaseException as exc:
-        app_state.state_of(app).confirmer.confirm(key, task_id=task_id, ttl=ttl)
-        if not isinstance(exc, SyncGuardError):
-            raise
-        logger.warning("a claim could not be confirmed, trying again in the background: %s", exc)
 
 
 def _is_next_attempt(call: Mapping[str, Any]) -> bool:
@@ -218,9 +207,9 @@ def follows(call: Mapping[str, Any]) -> bool:
         # Its own next attempt (Celery 5.7's `retry_on_worker_lost`) is none of these: Celery sees to what it raises.
         if call.get("parent_id") is None or "retries" in call:
             return False
-        from celery_syncguard.tasks.worker import is_worker
+        from celery_syncguard.tasks.undertaker import undertaker
 
-        return is_worker()
+        return undertaker.is_bound
     if request.called_directly or DELIVERY in request.__dict__ or call.get("task_id") == request.id:
         return False
     body = ((request.chord or {}).get("options") or {}).get("task_id")

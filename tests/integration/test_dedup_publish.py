@@ -65,7 +65,7 @@ class Producer:
         return messages
 
     def flush(self):
-        app_state.state_of(self.app).flush()
+        app_state.guard_for(self.app).flush()
 
     def claims(self):
         """claim_key -> (task_id, seconds left)."""
