@@ -22,7 +22,7 @@ from celery_syncguard.postgres import migrate
 from celery_syncguard.postgres.connection import describe_dsn
 from celery_syncguard.postgres.store import PostgresStore
 from celery_syncguard.tasks import app_state, claims
-from celery_syncguard.tasks.header import HEADER, claim_of
+from celery_syncguard.tasks.header import Header
 from celery_syncguard.tasks.undertaker import undertaker
 
 __all__ = ["GuardedRequest", "start", "stop"]
@@ -159,12 +159,12 @@ class GuardedRequest(Request):  # type: ignore[misc]
 @task_revoked.connect(weak=False)  # type: ignore[untyped-decorator]
 def _on_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
     # Revoked, expired or terminated: the only thing that Celery says of it, and only in the main process.
-    headers = getattr(request, "request_dict", None) or getattr(request, "headers", None) or {}
+    headers = getattr(request, "request_dict", None) or getattr(request, "headers", None)
     _end_claim(sender.app, headers, request.id)
 
 
-def _end_claim(app: Any, headers: Mapping[str, Any], task_id: str, *, start: bool = True) -> None:
+def _end_claim(app: Any, headers: Mapping[str, Any] | None, task_id: str, *, start: bool = True) -> None:
     """In the background: the main process must not wait for the database."""
-    claim_key = claim_of(headers.get(HEADER))
+    claim_key = Header.claim_in(headers)
     if claim_key is not None:
         claims.end_later(app_state.guard_for(app), claim_key, task_id=task_id, ttl=MAX_TTL, start=start)
