@@ -189,12 +189,12 @@ class Outbox:
         try:
             with self._delivering:
                 self._attempt(clock.now())
-        except StoreUnavailable as exc:
-            self._report(exc)
-            pause = 0.0 if exc.busy else _AGAIN
         except SyncGuardError as exc:
-            self._report(exc)
-            pause = _AGAIN
+            level = logger.debug if self._failing else logger.warning
+            self._failing = True
+            level("%d thing(s) wait to be written to the database, and are repeated: %s", len(self._letters), exc)
+            # What is held up has a pause of its own.
+            pause = 0.0 if isinstance(exc, StoreUnavailable) and exc.busy else _AGAIN
         waiting = self.waiting
         if waiting:
             return max(pause, min(one.at for one in waiting) - clock.now())
@@ -202,8 +202,3 @@ class Outbox:
             self._failing = False
             logger.info("everything that waited for the database is written")
         return None
-
-    def _report(self, exc: SyncGuardError) -> None:
-        level = logger.debug if self._failing else logger.warning
-        self._failing = True
-        level("%d thing(s) wait to be written to the database, and are repeated: %s", len(self._letters), exc)

@@ -15,13 +15,13 @@ from celery.worker.request import Request
 from celery.worker.state import active_requests
 
 from celery_syncguard.core.events import logger
-from celery_syncguard.core.lease import MAX_TTL
 from celery_syncguard.core.memory import MemoryStore
 from celery_syncguard.errors import StoreUnavailable, SyncGuardError
 from celery_syncguard.postgres import migrate
 from celery_syncguard.postgres.connection import describe_dsn
 from celery_syncguard.postgres.store import PostgresStore
 from celery_syncguard.tasks import app_state, claims
+from celery_syncguard.tasks.claims import Outcome
 from celery_syncguard.tasks.header import Header
 from celery_syncguard.tasks.undertaker import undertaker
 
@@ -167,4 +167,4 @@ def _end_claim(app: Any, headers: Mapping[str, Any] | None, task_id: str, *, sta
     """In the background: the main process must not wait for the database."""
     claim_key = Header.claim_in(headers)
     if claim_key is not None:
-        claims.end_later(app_state.guard_for(app), claim_key, task_id=task_id, ttl=MAX_TTL, start=start)
+        claims.end(app_state.guard_for(app), claim_key, Outcome.VOID, task_id=task_id, later=True, start=start)

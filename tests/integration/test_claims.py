@@ -191,9 +191,10 @@ def test_whatever_a_task_is_locked_by_the_claim_of_a_dead_host_ends_with_that_lo
     with app.connection() as connection:
         message = app.amqp.queues[app.conf.task_default_queue](connection.channel()).get(no_ack=True)
     request = Context(message.headers, delivery_info={}, called_directly=False)
-    run = Delivery.of(task, request, Header.of(request.headers), (1,), {})
+    run = Delivery(task, request, Header.of(request.headers))
+    run.complete((1,), {})
     store = app_state.guard_for(app).store
-    host = run._acquire(run.lock_key)
+    host = run.request_for(run.lock_key)
     assert not isinstance(store.acquire(dataclasses.replace(host, ttl=0.3)), Held)
     assert task.delay(1).id == first.id, "it runs"
     _wait_until_free(store, run.lock_key)

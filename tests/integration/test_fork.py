@@ -99,7 +99,7 @@ app.conf.syncguard_dsn = sys.argv[1]
 ours = app_state.state_of(app)
 lease = ours.guard.try_acquire("parent", ttl=60)
 lease.renew()
-claims.end_later(ours.guard, "claim", task_id="nobody's", ttl=5)
+claims.end(ours.guard, "claim", claims.Outcome.VOID, task_id="nobody's", later=True)
 ours.guard.flush()
 
 seen, locks = set(), []
@@ -135,7 +135,7 @@ if pid == 0:
     try:
         with app_state.guard_for(app).hold("child") as own:
             assert own.renew()
-        claims.end_later(ours.guard, "claim", task_id="nobody's", ttl=5)
+        claims.end(ours.guard, "claim", claims.Outcome.VOID, task_id="nobody's", later=True)
         ours.guard.flush()
         assert not ours.guard.outbox.waiting
         ours.close()

@@ -222,8 +222,8 @@ def test_a_thread_that_could_not_be_started_is_started_for_the_next_letter(monke
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", refuse)
             with pytest.raises(RuntimeError, match="can't start"):
-                claims.end_later(guard, "first", task_id="first", ttl=60)
-        claims.end_later(guard, "second", task_id="second", ttl=60)
+                claims.end(guard, "first", claims.Outcome.VOID, task_id="first", later=True)
+        claims.end(guard, "second", claims.Outcome.VOID, task_id="second", later=True)
         store = guard.store
         # Whoever claims them now has them.
         poll(lambda: all(store.claim(key, task_id="other", ttl=60).ours for key in ("first", "second")))
