@@ -105,7 +105,7 @@ class Outbox:
         self._letters[self._key(letter)] = letter
         if start:
             self.start()
-        elif self._loop is not None:
+        if self._loop is not None:
             self._loop.wake()
 
     def withdraw(self, about: object) -> None:
@@ -113,10 +113,9 @@ class Outbox:
         self._letters.pop(about, None)
 
     def start(self) -> None:
-        """Have the thread deliver what waits. May be repeated; also helps after a start that failed."""
+        """Start the thread if something waits and it does not run, as after a start that failed. May be repeated."""
         if self._loop is not None and self._letters:
             self._loop.start()
-            self._loop.wake()
 
     def deliver(self) -> None:
         """One attempt at every letter, in the calling thread.
