@@ -201,7 +201,7 @@ class _Psycopg(Adapter):
 
     def _answered(self) -> AbstractContextManager[object]:
         """In pipeline mode, wait for all answers at the end of the block; until then nothing is known."""
-        return self.connection.pipeline() if self.connection.pgconn.pipeline_status else nullcontext()
+        return self.connection.pipeline() if self.connection.info.pipeline_status else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ class _SQLAlchemy(Adapter):
         if self.is_session:
             return bool(self.target.get_transaction().origin.name == "AUTOBEGIN")
         # A connection does not say who began its transaction, but whether it is inside a `with connection.begin():`.
-        return getattr(self.target, "_trans_context_manager", None) is None
+        return not _is_in_begin_block(self.target)
 
     def rows(self, query: str, params: Sequence[object] = ()) -> list[tuple[Any, ...]]:
         result = self.connection().exec_driver_sql(query, tuple(params))
@@ -269,7 +269,7 @@ class _Django(Adapter):
         # TestCase marks the blocks that it puts around each test. Within them, the first block of the code under test
         # stands for its transaction and the next ones are savepoints, as without the test.
         blocks = self.wrapper.atomic_blocks
-        ours = [block for block in blocks if not block._from_testcase]  # noqa: SLF001 - Django's own mark
+        ours = [block for block in blocks if not _is_of_a_test_case(block)]
         return len(ours) < len(blocks) and not any(block.savepoint for block in ours[1:])
 
     def rows(self, query: str, params: Sequence[object] = ()) -> list[tuple[Any, ...]]:
@@ -281,3 +281,22 @@ class _Django(Adapter):
     def transaction(self) -> Iterator[None]:
         with import_module("django.db.transaction").atomic(using=self.wrapper.alias):
             yield
+
+
+# Insides of other libraries: what they do not document, and what happens where it has changed.
+
+
+def _is_in_begin_block(connection: Any) -> bool:
+    """Whether a SQLAlchemy connection is inside a `with connection.begin():`.
+
+    Relies on `TransactionalContext._trans_context_manager`. Without it: no, so that opening a fenced block there is refused.
+    """
+    return getattr(connection, "_trans_context_manager", None) is not None
+
+
+def _is_of_a_test_case(block: Any) -> bool:
+    """Whether Django's TestCase has put this `atomic` block around a test.
+
+    Relies on `Atomic._from_testcase`. Without it: no, so that a fence in a test raises InSavepoint.
+    """
+    return getattr(block, "_from_testcase", False)

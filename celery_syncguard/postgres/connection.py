@@ -12,7 +12,6 @@ connections (`adapters`).
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import secrets
@@ -22,11 +21,12 @@ from typing import Any
 
 import psycopg
 import psycopg.conninfo
-from psycopg import capabilities, generators, pq, waiting
+from psycopg import capabilities, pq
 from psycopg.pq.abc import PGconn
 
 from celery_syncguard.core import clock
 from celery_syncguard.errors import ImproperlyConfigured
+from celery_syncguard.postgres import psycopg_internals
 
 __all__ = ["Connection", "cancelled", "connection_parameters", "describe_dsn", "ended", "in_statement_mode"]
 
@@ -114,10 +114,6 @@ def describe_dsn(dsn: str) -> str:
     return f"{name} at {host}:{port}"
 
 
-#: Whether psycopg's fast wait asks a generator again while nothing is ready. Before 3.3 only those in Python did.
-_ASKS_AGAIN = "timeout" in inspect.signature(psycopg.Connection.wait).parameters
-
-
 class Connection(psycopg.Connection[tuple[Any, ...]]):
     """A connection that does not wait for ever: after `patience` seconds without an answer it is given up.
 
@@ -134,10 +130,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         self._statements: dict[bytes, bytes | None] = {}
 
     def wait(self, gen: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
-        if _ASKS_AGAIN:
-            return super().wait(self._patient(gen), *args, **kwargs)
-        interval = kwargs.get("interval", args[0] if args else None)
-        return waiting.wait_selector(self._patient(gen), self.pgconn.socket, interval=interval or 0.1)
+        return psycopg_internals.wait(self, self._patient(gen), *args, **kwargs)
 
     def call(self, query: bytes, parameters: tuple[Any, ...]) -> Any:
         """The value that a statement answers with as JSON, decoded. It has numbered places (`$1`) and one value.
@@ -164,7 +157,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
             self.pgconn.send_query_params(query, texts)
             result = self._answer()
         if result.status != pq.ExecStatus.TUPLES_OK:
-            raise psycopg.errors.error_from_result(result)
+            raise psycopg_internals.error_of(result)
         return _from_json((result.get_value(0, 0) or b"null").decode())
 
     @property
@@ -173,7 +166,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         if self.closed:
             return False
         # What a server says unasked is its goodbye, nearly always; a connection too many is no loss.
-        return not _readable(self.pgconn.socket, 0.0)
+        return not _ready(self.pgconn.socket, 0.0)
 
     def _hear(self, notice: psycopg.errors.Diagnostic) -> None:
         self.last_words = f": {notice.message_primary}"
@@ -203,9 +196,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         if has_ended or self.leave is None:
             pgconn.finish()
             return
-        # To everybody else it is closed: this one was never open.
-        self.pgconn = pq.PGconn.connect_start(b"closed")
-        self.leave(pgconn)
+        self.leave(psycopg_internals.detach(self))
 
     def _statement(self, query: bytes) -> bytes | None:
         """The name of the prepared statement for a query, from its second call on a direct connection."""
@@ -215,7 +206,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         if self._direct is None:
             # A pooler that gives each transaction another server connection answers for none of them in particular: the
             # process id that it told us is none of theirs.
-            self.pgconn.send_query_params(b"SELECT pg_backend_pid()", [])
+            self.pgconn.send_query_params(b"select pg_backend_pid()", [])
             self._direct = self._answer().get_value(0, 0) == str(self.pgconn.backend_pid).encode()
         if not self._direct:
             return None
@@ -230,7 +221,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         return name
 
     def _answer(self) -> Any:
-        return self.wait(generators.execute(self.pgconn))[-1]
+        return self.wait(psycopg_internals.answers(self.pgconn))[-1]
 
     def _patient(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         # The generator is asked again after each interval, with "nothing is ready yet".
@@ -253,27 +244,18 @@ def cancelled(pgconn: PGconn, *, timeout: float) -> bool:
     """Ask the server to cancel what it does on a connection. False: it could not be asked within `timeout` seconds."""
     if not capabilities.has_cancel_safe():
         return False  # libpq before 17: its request has no bound, and would hang with a server that hangs
+    give_up_at = clock.now() + timeout
     try:
         request = pgconn.cancel_conn()
         request.start()
-        waiting.wait_conn(_within(generators.cancel(request), timeout), interval=0.1)
+        while (status := request.poll()) != pq.PollingStatus.OK:
+            left = give_up_at - clock.now()
+            if left <= 0 or status == pq.PollingStatus.FAILED:
+                return False
+            _ready(request.socket, left, to_write=status == pq.PollingStatus.WRITING)
     except psycopg.Error:
         return False
     return True
-
-
-def _within(gen: Generator[Any, Any, Any], timeout: float) -> Generator[Any, Any, Any]:
-    # psycopg's own waiting takes a timeout from 3.3 on only.
-    give_up_at = clock.now() + timeout
-    try:
-        wanted = next(gen)
-        while True:
-            while not (ready := (yield wanted)):
-                if clock.now() >= give_up_at:
-                    raise psycopg.OperationalError(f"not within {timeout:g} s")
-            wanted = gen.send(ready)
-    except StopIteration as stop:
-        return stop.value
 
 
 def ended(pgconn: PGconn, *, timeout: float) -> bool:
@@ -288,7 +270,7 @@ def ended(pgconn: PGconn, *, timeout: float) -> bool:
             left = give_up_at - clock.now()
             if left <= 0:
                 return False
-            _readable(pgconn.socket, left)
+            _ready(pgconn.socket, left)
     except psycopg.Error:
         return True
 
@@ -298,12 +280,14 @@ def in_statement_mode(exc: psycopg.Error) -> bool:
     return isinstance(exc, psycopg.errors.ProtocolViolation) and "statement pooling mode" in str(exc)
 
 
-def _readable(number: int, timeout: float) -> bool:
-    """Whether a socket has something to say within `timeout` seconds."""
+def _ready(number: int, timeout: float, *, to_write: bool = False) -> bool:
+    """Whether a socket has something to say within `timeout` seconds, or takes something."""
     if not hasattr(select, "poll"):  # Windows, where no socket's number is too high for select
-        return bool(select.select([number], [], [], timeout)[0])
+        one = [number]
+        readable, writable, _ = select.select([] if to_write else one, one if to_write else [], [], timeout)
+        return bool(readable or writable)
     poll = select.poll()
-    poll.register(number, select.POLLIN)
+    poll.register(number, select.POLLOUT if to_write else select.POLLIN)
     return bool(poll.poll(timeout * 1000))
 
 

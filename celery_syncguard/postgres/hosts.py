@@ -25,6 +25,7 @@ import psycopg
 from psycopg.pq.abc import PGconn
 
 from celery_syncguard.core import clock
+from celery_syncguard.postgres import psycopg_internals
 from celery_syncguard.postgres.connection import Connection, cancelled, ended
 
 __all__ = ["LEFT_OVER", "Dial", "Hosts", "addresses"]
@@ -72,9 +73,13 @@ class Hosts:
 
     Arguments:
         parameters: for libpq (`connection.connection_parameters`).
+
+    Raises:
+        ImproperlyConfigured: this version of psycopg does not fit.
     """
 
     def __init__(self, parameters: dict[str, Any]) -> None:
+        psycopg_internals.refuse_unfit()
         self._parameters = parameters
         self.forget()
 

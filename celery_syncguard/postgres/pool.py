@@ -10,7 +10,6 @@ Not here: a single connection (`connection`), which server it leads to (`hosts`)
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ import psycopg_pool
 
 from celery_syncguard.core import clock
 from celery_syncguard.errors import StoreUnavailable
+from celery_syncguard.postgres import psycopg_internals
 from celery_syncguard.postgres.connection import Connection
 from celery_syncguard.postgres.hosts import Dial, Hosts
 
@@ -49,15 +49,7 @@ _NAME = "syncguard"
 _abandoned: list[Any] = []
 
 
-class _Told(logging.Filter):
-    """The driver's pool logs each attempt that fails, twice a second. Who asked is told, once, when he gives up."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        about = record.args[0] if isinstance(record.args, tuple) and record.args else None
-        return about != _NAME and not isinstance(about, Connection)
-
-
-logging.getLogger("psycopg.pool").addFilter(_Told())
+psycopg_internals.quieten_pool(_NAME, Connection)
 
 
 class Pool:

@@ -129,9 +129,7 @@ class Delivery(Delivered):
 
     def complete(self, args: Any, kwargs: Any) -> None:
         """Compute the keys that the message lacks. Raises InvalidKey, ImproperlyConfigured, TypeError."""
-        self.header, self.options = self.task.plan().complete(
-            self.task, self.header, args, kwargs, {}, serializer=self.header.serializer
-        )
+        self.header, self.options = self.task.plan().complete(self.task, self.header, args, kwargs, {})
 
     # Acquire
 
@@ -300,7 +298,9 @@ class Delivery(Delivered):
         again = isinstance(failure, Retry) or (isinstance(failure, Reject) and failure.requeue)
         # A process that is being ended: whether the message comes again is for the main process to know.
         again = again or (failure is not None and not isinstance(failure, Exception))
-        if self.header.claim_key == self.claim_passed_on or (again and self._goes_on(failure, "claim_key")):
+        if self.header.claim_key == self.claim_passed_on or (
+            again and self._header_after(failure).claim_key == self.header.claim_key
+        ):
             self.outcome = Outcome.AGAIN
         if self.lease is None:
             self.end_claim(self.outcome, later=isinstance(failure, _ABSENT))
@@ -311,7 +311,9 @@ class Delivery(Delivered):
     def _release(self, lease: Lease, failure: BaseException | None, *, again: bool) -> None:
         """Release, end the claim and record the completion, in one round trip."""
         lease.on_lost = None
-        key_passed_on = self.key_passed_on or (again and self._goes_on(failure, "lock_key"))
+        following = self._header_after(failure).lock_key
+        # Without a key, as it was sent by name, the next attempt may need the same lock.
+        key_passed_on = self.key_passed_on or (again and following in (None, self.header.lock_key))
         # Not so: a lost lease, a message that goes back to the queue, a process that is being ended.
         by_itself = failure is None or (isinstance(failure, Exception) and not isinstance(failure, (LeaseLost, Reject)))
         by_itself = by_itself and not lease.lost
@@ -342,15 +344,10 @@ class Delivery(Delivered):
             released = False
         signals.lock_released.send(sender=self.task, lease=lease, released=released)
 
-    def _goes_on(self, failure: BaseException | None, kind: str) -> bool:
-        """Whether the next attempt has the same key of this kind. One with other arguments may have another; sent by name,
-        without a header, it may need the same lock.
-        """
+    def _header_after(self, failure: BaseException | None) -> Header:
+        """The header of the next attempt, which may have other arguments. Raises nothing: a release must follow."""
         signature = failure.sig if isinstance(failure, Retry) else None
-        if signature is None:
-            return True
         try:
-            following = getattr(Header.of(signature.options.get("headers")), kind)
+            return self.header if signature is None else Header.of(signature.options.get("headers"))
         except SyncGuardError:
-            following = None  # a release must follow
-        return following == getattr(self.header, kind) or (following is None and kind == "lock_key")
+            return Header()

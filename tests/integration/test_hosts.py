@@ -12,7 +12,7 @@ import pytest
 
 from celery_syncguard import SyncGuard, errors
 from celery_syncguard.core import clock
-from celery_syncguard.postgres import connection, hosts
+from celery_syncguard.postgres import connection, hosts, psycopg_internals
 from celery_syncguard.postgres.connection import Connection, connection_parameters
 from celery_syncguard.postgres.hosts import Hosts
 from tests.fixtures.polling import poll
@@ -64,13 +64,8 @@ def test_statements_that_are_given_up_are_cancelled_and_leave_no_backend(
 
 
 @can_cancel
-def test_a_request_to_cancel_has_a_bound_under_every_psycopg(
-    pg_dsn: str, pg_proxy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before 3.3 its own waiting takes no timeout."""
-    real = psycopg.waiting.wait_conn
+def test_a_request_to_cancel_has_a_bound(pg_dsn: str, pg_proxy: Any) -> None:
     with Connection.connect(pg_proxy.dsn(pg_dsn), autocommit=True) as conn:
-        monkeypatch.setattr(psycopg.waiting, "wait_conn", lambda gen, interval=0.0: real(gen, interval))
         conn.pgconn.send_query(b"select pg_sleep(60)")
         conn.pgconn.flush()
         pg_proxy.stall()
@@ -78,6 +73,27 @@ def test_a_request_to_cancel_has_a_bound_under_every_psycopg(
         pg_proxy.resume()
         assert connection.cancelled(conn.pgconn, timeout=10)
         assert connection.ended(conn.pgconn, timeout=10)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_statement_has_a_bound_under_every_psycopg(
+    fast: bool, pg_dsn: str, pg_proxy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 3.3 psycopg's fast wait, which takes no timeout then, does not ask again."""
+    real = psycopg.Connection.wait
+    if not fast:
+        monkeypatch.setattr(psycopg.Connection, "wait", lambda conn, gen, interval=0.1: real(conn, gen, interval))
+    psycopg_internals._asks_again.cache_clear()
+    try:
+        with Connection.connect(pg_proxy.dsn(pg_dsn), autocommit=True) as conn:
+            conn.patience = 0.3
+            assert conn.execute("select 1").fetchone() == (1,)
+            assert conn.call(b"select 1", ()) == 1
+            pg_proxy.stall()
+            with pytest.raises(psycopg.OperationalError, match="did not answer within"):
+                conn.execute("select 2")
+    finally:
+        psycopg_internals._asks_again.cache_clear()
 
 
 def test_without_a_cancel_they_fill_the_server(
