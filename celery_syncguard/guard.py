@@ -24,6 +24,7 @@ from celery_syncguard.core.leadership import Leadership
 from celery_syncguard.core.lease import Lease, seconds, ttl_seconds
 from celery_syncguard.core.loop import Bell
 from celery_syncguard.core.memory import MemoryStore
+from celery_syncguard.core.outbox import Letter, Outbox
 from celery_syncguard.core.process import default_holder, forget_in_children, process_id
 from celery_syncguard.core.renewer import Renewer
 from celery_syncguard.core.store import Acquire, Dead, Done, Grant, Held, LockRow, LockStore, Pruned, Release
@@ -38,7 +39,7 @@ from celery_syncguard.errors import (
 from celery_syncguard.postgres import fencing
 from celery_syncguard.postgres.store import PostgresStore
 
-__all__ = ["SyncGuard", "lock_held"]
+__all__ = ["SyncGuard", "flush_all", "lock_held"]
 
 #: Bounds in seconds of the pause between two looks of a waiter that hears nothing.
 _POLL = (0.25, 1.0)
@@ -99,9 +100,10 @@ class SyncGuard:
         #: ("retry", "skip", "raise", "copy"), a run "answered", a publish "duplicate", a lease "lost".
         self.counts: Counter[str] = Counter()
         self.store: LockStore = store if store is not None else _make_store(settings)
-        self._renewer = Renewer(self.store, idle=getattr(self.store, "idle", lambda: None))
+        #: What the database has not answered yet.
+        self.outbox = Outbox("syncguard-outbox")
+        self._renewer = Renewer(self.store, self.outbox, idle=getattr(self.store, "idle", lambda: None))
         self._turns = _Turns()
-        self._closed = False
         forget_in_children(self)
         _guards.add(self)
 
@@ -204,16 +206,14 @@ class SyncGuard:
         )
 
     def flush(self) -> None:
-        """One more attempt at releases that the database has not answered yet, before the process ends (it is called
-        then). What is still not written is logged.
+        """One more attempt at what the database has not answered yet, before the process ends (it is called then). What
+        is still not written is logged.
         """
-        self._renewer.flush()
+        self.outbox.flush()
 
     def close(self) -> None:
         """Flush, stop renewing and close the connections. Leases that were not released end at their ttl. May be repeated."""
-        if not self._closed:
-            self._renewer.flush()
-        self._closed = True
+        self.outbox.close()
         self._renewer.stop()
         self.store.close()
 
@@ -242,7 +242,13 @@ class SyncGuard:
 
     def give_back(self, request: Acquire) -> None:
         """Perhaps granted, and nobody knows: do not let it block others for a whole ttl."""
-        self._renewer.release_later(Release(key=request.key, lock_id=request.lock_id), until=clock.now() + request.ttl)
+        self._release_later(Release(key=request.key, lock_id=request.lock_id), until=clock.now() + request.ttl)
+
+    def _release_later(self, release: Release, *, until: float, start: bool = True) -> None:
+        def call() -> None:
+            self.store.release(release)
+
+        self.outbox.put(Letter(call, lambda: _tell_unreleased(release), until), start=start)
 
     def _lease_for(self, request: Acquire, answer: Grant, asked_at: float) -> Lease:
         lease = Lease(
@@ -313,7 +319,7 @@ class SyncGuard:
             logger.warning("could not release %r, trying again in the background: %r", lease.key, exc)
             lasting = release.run_key is not None or release.claim_key is not None or release.attempt_done
             until = math.inf if lasting else max(clock.now(), lease.deadline) + lease.ttl
-            self._renewer.release_later(release, until=until)
+            self._release_later(release, until=until)
             if absent:
                 return False
             raise
@@ -409,20 +415,36 @@ class _Hold(AbstractContextManager["Lease"], ContextDecorator):
         lease = self._lease
         if lease is not None and lease.remaining > 0:
             left = Release(key=lease.key, lock_id=lease.lock_id)
-            self._guard._renewer.abandon(left, until=clock.now() + lease.ttl)  # noqa: SLF001
+            # No lock is taken, as this runs anywhere. The renewer, which has kept this lease, starts the thread.
+            self._guard._release_later(left, until=clock.now() + lease.ttl, start=False)  # noqa: SLF001
 
 
 _guards: weakref.WeakSet[SyncGuard] = weakref.WeakSet()
 
 
 @atexit.register
-def _flush_guards() -> None:
-    # Also those that are closed: what was released after that could not be written, and is told.
+def flush_all(**_: Any) -> None:
+    """At the end of the process, which not all of a worker's children announce to `atexit`: flush every guard, also those
+    that are closed, as something may have been released after that.
+    """
     for guard in list(_guards):
-        try:
-            guard.flush()
-        except Exception:  # noqa: BLE001 - the process ends: nothing may keep the others from being flushed
-            logger.exception("could not release at exit; what is held is free when its ttl is over")
+        guard.flush()
+
+
+def _tell_unreleased(release: Release) -> None:
+    if release.run_key is not None:
+        logger.error(
+            "task %s is done but that could not be written (%r): if it is delivered again, it runs again",
+            release.task_id,
+            release.run_key,
+        )
+    if release.claim_key is not None:
+        logger.error(
+            "could not end the claim %r of task %s: the same work counts as queued until dedup_ttl is over",
+            release.claim_key,
+            release.task_id,
+        )
+    logger.warning("could not release %r: it is free when its ttl is over", release.key)
 
 
 def _make_store(settings: Settings) -> LockStore:

@@ -11,6 +11,7 @@ from celery_syncguard.beat.slots import Claimed, Entered, EntryRow, EntryState, 
 from celery_syncguard.core.events import logger
 from celery_syncguard.core.lease import Lease
 from celery_syncguard.core.memory import MemoryStore
+from celery_syncguard.core.outbox import Letter, Outbox
 from celery_syncguard.core.store import LockStore
 from celery_syncguard.errors import StoreUnavailable
 from celery_syncguard.postgres.store import PostgresStore
@@ -40,8 +41,8 @@ class PostgresSlots:
         # A % in the schema's name would be read as a placeholder.
         schema = store.schema
         self._prefix = "" if schema is None else '"' + schema.replace('"', '""').replace("%", "%%") + '".'
-        # Marks that the database has not heard of yet: (slot, term, dropped).
-        self._late: list[tuple[Slot, int, bool]] = []
+        # Marks that the database has not heard of yet. Written before whatever else it is told.
+        self._marks = Outbox()
 
     def _call(self, function: str, *arguments: Any) -> list[tuple[Any, ...]]:
         """The rows that this function of ours returns for the leader key and these arguments."""
@@ -89,7 +90,8 @@ class PostgresSlots:
         self._mark(slot, term, dropped=True)
 
     def _mark(self, slot: Slot, term: int, *, dropped: bool) -> None:
-        self._late.append((slot, term, dropped))
+        arguments = (slot.entry, slot.due_at, term, dropped)
+        self._marks.put(Letter(lambda: self._call("syncguard_beat_sent", *arguments), about=(slot, dropped)))
         try:
             self.flush()
         except StoreUnavailable as exc:
@@ -100,13 +102,10 @@ class PostgresSlots:
             )
 
     def unrecorded(self) -> list[Slot]:
-        return [slot for slot, _, _ in self._late]
+        return [letter.about[0] for letter in self._marks.waiting]
 
     def flush(self) -> None:
-        while self._late:
-            slot, term, dropped = self._late[0]
-            self._call("syncguard_beat_sent", slot.entry, slot.due_at, term, dropped)
-            self._late.pop(0)
+        self._marks.deliver()
 
     def seen(self, term: int, *, failure: str | None, sent: bool, ended: bool = False) -> datetime:
         self.flush()

@@ -245,7 +245,7 @@ class PostgresStore:
         try:
             return bool(self._call("release", parameters))
         except _Busy as exc:
-            raise StoreUnavailable(
+            raise _Busy(
                 f"the lock row of {release.key!r} is locked by another transaction: one that called fenced() and has not "
                 f"ended, or a renewal whose commit waits"
             ) from exc

@@ -11,7 +11,7 @@ from celery import Task
 from celery.exceptions import Reject
 
 from celery_syncguard import LockedTask
-from celery_syncguard.tasks import worker
+from celery_syncguard.tasks.undertaker import undertaker
 from tests.fixtures import gate
 from tests.fixtures.app import make_app, misdeed
 from tests.fixtures.history import DSN_VARIABLE, record, record_task
@@ -20,7 +20,7 @@ app = make_app(__name__, result_extended=True)
 
 if misdeed("WITHOUT_UNDERTAKER"):
     # For the negative control: nobody sees the dead off.
-    worker._undertaker.watch = lambda pid: None
+    undertaker.watch = lambda pid: None
 
 LOCKED = {"base": LockedTask, "lock_key": "{key}", "lock_ttl": 60, "lock_retry_delay": (0.1, 0.3)}
 
