@@ -140,7 +140,7 @@ def database_errors(settings: Settings) -> Iterator[None]:
     """Turn the driver's errors into this library's."""
     import psycopg
 
-    from celery_syncguard.postgres.store import fact
+    from celery_syncguard.postgres.facts import fact
 
     try:
         yield
