@@ -249,7 +249,6 @@ def test_doctor_says_if_the_tasks_cannot_be_imported(pg_dsn):
 
 
 def test_doctor_knows_a_pooler_in_transaction_mode_from_a_direct_connection(pg_dsn, pgbouncer_dsn):
-    """Case 87."""
     assert checks_of(pg_dsn)["pooler"].status == "ok"
     behind = checks_of(pgbouncer_dsn)
     assert behind["pooler"].status == "warn"
