@@ -112,7 +112,7 @@ def test_release_asks_and_releases_only_the_lease_that_was_named(pg_dsn):
         assert (other.exit_code, "held by another lease" in other.output) == (1, True)
         declined = run(pg_dsn, "release", "a", "--lock-id", lease.lock_id, typed="n\n")
         assert declined.exit_code == 1
-        assert "a is held by me since" in declined.output
+        assert "a has been held by me for" in declined.output
         assert guard.inspect("a") is not None
         agreed = run(pg_dsn, "release", "a", "--lock-id", lease.lock_id, typed="y\n")
         assert agreed.exit_code == 0
