@@ -178,7 +178,7 @@ def step_down(ctx: click.Context, *, key: str | None, yes: bool) -> None:
             fail(f"nobody leads {leader_key}")
         if not yes:
             click.echo(
-                f"{printable(lock.holder or 'a process without a name')} leads {printable(leader_key)}, term {lock.fence}, "
+                f"{printable(lock.holder or 'an unnamed holder')} leads {printable(leader_key)}, term {lock.fence}, "
                 f"for {duration(lock.since)} now."
             )
             click.confirm("End its term?", abort=True)

@@ -15,7 +15,7 @@ from tests.acceptance.test_retries import NOTHING, rows_left
 from tests.fixtures.cluster import ROOT
 from tests.fixtures.polling import poll
 
-MODULE = "tests.acceptance.apps.locks_canvas"
+MODULE = "tests.acceptance.apps.canvas_steps"
 
 
 @pytest.fixture

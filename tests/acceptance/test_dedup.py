@@ -17,7 +17,7 @@ from celery_syncguard.tasks import app_state, publishing
 from tests.fixtures.cluster import ROOT
 from tests.fixtures.polling import poll
 
-MODULE = "tests.acceptance.apps.dedup_tasks"
+MODULE = "tests.acceptance.apps.deduplicated"
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from celery_syncguard import SKIPPED, LockHeld, NoLease, SyncGuard
 from tests.acceptance.test_retries import NOTHING, rows_left
 from tests.fixtures.polling import poll
 
-MODULE = "tests.acceptance.apps.eager_bodies"
+MODULE = "tests.acceptance.apps.nested"
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from celery_syncguard import SyncGuard
 from tests.fixtures import gate
 from tests.fixtures.polling import poll
 
-APP = "tests.acceptance.apps.pools_bodies"
+APP = "tests.acceptance.apps.holding"
 TTL = 2  # of the bodies there
 VISIBILITY = 1
 

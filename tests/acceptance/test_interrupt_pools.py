@@ -8,7 +8,7 @@ from celery_syncguard import LeaseLost, SyncGuard
 from tests.fixtures import gate
 from tests.fixtures.polling import poll
 
-APP = "tests.acceptance.apps.pools_bodies"
+APP = "tests.acceptance.apps.interrupted"
 POOLS = pytest.mark.parametrize(
     ("broker", "pool"),
     [("redis", "prefork"), ("rabbitmq", "solo"), ("redis", "threads"), ("rabbitmq", "gevent")],

@@ -6,7 +6,7 @@ from celery_syncguard import SyncGuard
 from tests.acceptance.test_retries import NOTHING, rows_left
 from tests.fixtures.polling import poll
 
-MODULE = "tests.acceptance.apps.overrides_bodies"
+MODULE = "tests.acceptance.apps.overridden"
 SHAPES = (
     "silent",
     "flask",

@@ -8,7 +8,7 @@ import pytest
 from celery_syncguard import SyncGuard
 from tests.fixtures.polling import poll
 
-APP = "tests.acceptance.apps.pools_bodies"
+APP = "tests.acceptance.apps.holding"
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.fixtures.polling import poll
 
 pytestmark = pytest.mark.usefixtures("redelivered")
 
-MODULE = "tests.acceptance.apps.locks_bodies"
+MODULE = "tests.acceptance.apps.working"
 ANSWERED = "another delivery of this attempt ended"
 
 

@@ -9,7 +9,7 @@ from celery import chord, group
 from celery_syncguard import SyncGuard
 from tests.fixtures.polling import poll
 
-MODULE = "tests.acceptance.apps.locks_bodies"
+MODULE = "tests.acceptance.apps.retrying"
 
 
 def rows_left(dsn):

@@ -11,8 +11,8 @@ from celery_syncguard import SyncGuard
 from tests.fixtures import gate
 from tests.fixtures.polling import poll
 
-APP = "tests.acceptance.apps.pools_bodies"
-LONG_LEASES = "tests.acceptance.apps.locks_bodies"
+APP = "tests.acceptance.apps.holding"
+LONG_LEASES = "tests.acceptance.apps.working"
 WITHOUT_US = "tests.acceptance.apps.without_us"
 
 

@@ -9,7 +9,7 @@ from celery_syncguard import LeaseLost, SyncGuard
 from tests.fixtures import gate
 from tests.fixtures.polling import poll
 
-MODULE = "tests.acceptance.apps.locks_signals"
+MODULE = "tests.acceptance.apps.signals_heard"
 
 
 @pytest.fixture
