@@ -26,10 +26,11 @@ from celery.app.task import Context
 from celery_syncguard.core.events import logger
 from celery_syncguard.errors import ImproperlyConfigured, SyncGuardError
 from celery_syncguard.tasks.delivery import Delivery
+from celery_syncguard.tasks.header import Header
 
 __all__ = ["AUTORETRY", "call_chain", "install", "was_passed"]
 
-#: Where a task keeps Celery's autoretry, which lies around the gate.
+#: Where a task keeps Celery's autoretry, which a delivery puts around its attempt.
 AUTORETRY = "_syncguard_autoretry"
 
 #: Where a request keeps the state of the gate.
@@ -54,7 +55,7 @@ def install(task: type) -> None:
 
 
 def call_chain(chain: Any) -> Any:
-    """What Celery's autoretry calls instead of `run`: it gets the call of the gate as its only argument."""
+    """What Celery's autoretry calls instead of `run`: it gets the attempt as its only argument."""
     return chain()
 
 
@@ -117,7 +118,7 @@ def _is_hooked(task: Any) -> bool:
 
 
 def _pass(task: Any, request: Any, call: Any, args: Any, kwargs: Any) -> Any:
-    """Run the body under its lock, inside Celery's autoretry, which then sees the lock released."""
+    """Run the body under its lock."""
 
     def body() -> Any:
         result = call(*args, **kwargs)
@@ -130,14 +131,12 @@ def _pass(task: Any, request: Any, call: Any, args: Any, kwargs: Any) -> Any:
             )
         return result
 
-    def chain() -> Any:
-        return Delivery.of(task, request, args, kwargs).execute(body)
-
     request.__dict__[_GATE] = _PASSED
     request._protected = 0  # noqa: SLF001 - a plain call in before_start may have set it
     try:
-        autoretry = task.__dict__.get(AUTORETRY)
-        return chain() if autoretry is None else autoretry(chain)
+        # Outside of autoretry: the next attempt could not read it either.
+        header = Header.of(request.headers)
+        return Delivery(task, request, header).run(body, args, kwargs, task.__dict__.get(AUTORETRY))
     finally:
         request.__dict__[_GATE] = _OVER
 

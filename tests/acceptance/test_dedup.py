@@ -315,7 +315,7 @@ def test_the_claim_of_a_task_without_a_lock_outlives_its_dead_worker(setup, hist
     worker = setup.start_worker()
     first = setup.module.work.delay("a", "never")
     history.wait_for("start")
-    app_state.state_of(setup.app).flush()
+    app_state.guard_for(setup.app).flush()
     worker.kill()
     assert claims() == {"done:a": first.id}
     assert setup.module.work.delay("a").id == first.id
@@ -342,7 +342,7 @@ def test_a_task_whose_claim_is_not_its_own_by_now_runs_and_takes_nothing_from_th
 ):
     name, task = task, getattr(setup.module, task)
     first = task.delay("a", "go")
-    app_state.state_of(setup.app).flush()
+    app_state.guard_for(setup.app).flush()
     (key,) = claims()
     with psycopg.connect(pg_dsn, autocommit=True) as connection:
         if fate == "lost":
@@ -661,7 +661,7 @@ def test_shutting_down_ends_no_claim_of_what_is_still_queued(setup, history, cla
     running = setup.module.work.delay("a", "go")
     history.wait_for("start")
     queued = setup.module.work.delay("b")
-    app_state.state_of(setup.app).flush()
+    app_state.guard_for(setup.app).flush()
     worker.signal(signal.SIGTERM)
     setup.open_gate("go")
     worker.wait_exit()

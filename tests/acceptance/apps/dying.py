@@ -9,7 +9,7 @@ import time
 from celery import Task
 
 from celery_syncguard import LockedTask
-from celery_syncguard.tasks import worker
+from celery_syncguard.tasks.undertaker import undertaker
 from tests.fixtures import gate
 from tests.fixtures.app import make_app, misdeed
 from tests.fixtures.history import record_task
@@ -18,7 +18,7 @@ app = make_app(__name__)
 
 if misdeed("WITHOUT_UNDERTAKER"):
     # For the negative control: nobody sees the dead off.
-    worker._undertaker.watch = lambda pid: None
+    undertaker.watch = lambda pid: None
 
 LOCKED = {"base": LockedTask, "lock_key": "{key}", "lock_ttl": 60, "lock_retry_delay": (0.1, 0.3)}
 
