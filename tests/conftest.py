@@ -278,6 +278,15 @@ def history(pg_dsn: str) -> Iterator[History]:
         yield record
 
 
+@pytest.fixture
+def guard(pg_dsn: str) -> Iterator[Any]:
+    """A guard of the test's own process on `pg_dsn`. It sees what is in the tables: it goes through no pooler."""
+    from celery_syncguard import SyncGuard
+
+    with SyncGuard(pg_dsn) as guard:
+        yield guard
+
+
 def _migrate(dsn: str) -> None:
     from celery_syncguard.postgres.migrate import migrate
 

@@ -99,9 +99,11 @@ class PostgresSlots:
             )
 
     def unrecorded(self) -> list[Slot]:
+        """The slots that are sent or dropped, and not recorded as such yet."""
         return [letter.about[0] for letter in self._marks.waiting]
 
     def flush(self) -> None:
+        """Record what could not be recorded before. Raises StoreUnavailable."""
         self._marks.deliver()
 
     def seen(self, term: int, *, failure: str | None, sent: bool, ended: bool = False) -> datetime:

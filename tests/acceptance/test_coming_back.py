@@ -7,8 +7,8 @@ import time
 import pytest
 
 from celery_syncguard import SyncGuard
-from tests.acceptance.test_retries import NOTHING, rows_left
 from tests.fixtures import soak
+from tests.fixtures.leftovers import NOTHING, rows_left
 from tests.fixtures.polling import poll
 
 MODULE = "tests.acceptance.apps.coming_back"

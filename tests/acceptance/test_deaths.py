@@ -9,7 +9,7 @@ import pytest
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
 
 from celery_syncguard import SyncGuard, TooManyDeaths
-from tests.acceptance.test_retries import NOTHING, rows_left
+from tests.fixtures.leftovers import NOTHING, rows_left
 from tests.fixtures.polling import poll
 
 MODULE = "tests.acceptance.apps.dying"

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from celery_syncguard import LeaseLost, SyncGuard
+from celery_syncguard import LeaseLost
 from tests.fixtures import gate
 from tests.fixtures.polling import poll
 
@@ -14,12 +14,6 @@ POOLS = pytest.mark.parametrize(
     [("redis", "prefork"), ("rabbitmq", "solo"), ("redis", "threads"), ("rabbitmq", "gevent")],
     indirect=["broker"],
 )
-
-
-@pytest.fixture
-def guard(pg_dsn):
-    with SyncGuard(pg_dsn) as one:
-        yield one
 
 
 def take_away(guard, key):

@@ -5,7 +5,7 @@ import pytest
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
 
 from celery_syncguard import SyncGuard
-from tests.acceptance.test_retries import NOTHING, rows_left
+from tests.fixtures.leftovers import NOTHING, rows_left
 from tests.fixtures.polling import poll
 
 MODULE = "tests.acceptance.apps.working"

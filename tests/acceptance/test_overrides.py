@@ -3,7 +3,7 @@
 import pytest
 
 from celery_syncguard import SyncGuard
-from tests.acceptance.test_retries import NOTHING, rows_left
+from tests.fixtures.leftovers import NOTHING, rows_left
 from tests.fixtures.polling import poll
 
 MODULE = "tests.acceptance.apps.overridden"

@@ -12,13 +12,6 @@ APP = "tests.acceptance.apps.holding"
 
 
 @pytest.fixture
-def guard(pg_dsn):
-    """Not through the pooler: it sees what is in the tables."""
-    with SyncGuard(pg_dsn) as one:
-        yield one
-
-
-@pytest.fixture
 def setup(celery_setup, broker, pg_dsn, pgbouncer_dsn):
     return celery_setup(APP, broker=broker, dsn=pgbouncer_dsn, history_dsn=pg_dsn)
 
