@@ -11,7 +11,7 @@ import threading
 import weakref
 from typing import Any
 
-from celery import Celery, concurrency
+from celery import Celery
 from celery.signals import worker_init, worker_process_shutdown, worker_shutdown
 
 from celery_syncguard import signals, stamps
@@ -19,6 +19,7 @@ from celery_syncguard.core.config import Settings
 from celery_syncguard.core.events import logger
 from celery_syncguard.core.process import forget_in_children
 from celery_syncguard.guard import SyncGuard
+from celery_syncguard.tasks.celery_internals import pool_module
 from celery_syncguard.tasks.confirmer import Confirmer
 
 __all__ = ["AppState", "attach", "guard_for", "settings_for", "state_of"]
@@ -147,12 +148,12 @@ def _check_worker(sender: Any = None, **_: Any) -> None:
     from celery_syncguard.tasks import worker
 
     if sender.app in _states:
-        _check_pool(sender.pool_cls)
+        _check_pool(pool_module(sender))
         worker.start(sender, state_of(sender.app))
 
 
-def _check_pool(pool: Any) -> None:
-    if concurrency.get_implementation(pool).__module__.partition(".")[0] == "celery_aio_pool":
+def _check_pool(module: str) -> None:
+    if module.partition(".")[0] == "celery_aio_pool":
         sys.stderr.write(
             "celery-syncguard: celery-aio-pool calls bodies in other threads than Celery's tracer, where nothing could be locked: "
             "start this worker with another pool, and let bodies call asyncio.run(...)\n"

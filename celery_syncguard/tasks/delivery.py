@@ -23,8 +23,6 @@ from typing import Any, NoReturn
 
 from celery.exceptions import Ignore, Reject, Retry
 from celery.states import READY_STATES, RETRY, STARTED, SUCCESS
-from celery.utils.threads import get_ident
-from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from celery_syncguard import signals, skipped
 from celery_syncguard.core import clock
@@ -37,6 +35,7 @@ from celery_syncguard.errors import LeaseLost, LockHeld, SchemaBehind, StoreUnav
 from celery_syncguard.guard import lock_held
 from celery_syncguard.skipped import Skipped
 from celery_syncguard.tasks import app_state
+from celery_syncguard.tasks.celery_internals import get_ident, instant
 from celery_syncguard.tasks.header import HEADER, carried_options, claim_of, differ, header_of, is_broadcast
 from celery_syncguard.tasks.interrupt import Interrupt, interrupt_for
 from celery_syncguard.tasks.options import TaskOptions
@@ -143,7 +142,7 @@ class Delivery:
         the keys could not be made, nobody has ended its claim.
         """
         if (
-            _REACHED in request.__dict__
+            hasattr(request, _REACHED)
             or (claim_key := claim_of(request.headers and request.headers.get(HEADER))) is None
         ):
             return
@@ -229,7 +228,7 @@ class Delivery:
 
     def execute(self, body: Callable[[], Any]) -> Any:
         """Run the body, if it may run; its result, or that of the first run. Raises what Celery's tracer understands."""
-        self.request.__dict__[_REACHED] = True
+        setattr(self.request, _REACHED, True)
         key = self.lock_key
         if key is None:
             if self.header.get("claim") is None:
@@ -303,7 +302,7 @@ class Delivery:
 
     def _run_body(self, body: Callable[[], Any], lease: Lease | None) -> Any:
         self.lease = lease
-        self.request.__dict__[DELIVERY] = self
+        setattr(self.request, DELIVERY, self)
         runs = _running.setdefault(get_ident(), [])
         failure: BaseException | None = None
         try:
@@ -334,7 +333,8 @@ class Delivery:
             runs.remove(self)
         if not runs:
             _running.pop(get_ident(), None)
-        self.request.__dict__.pop(DELIVERY, None)
+        if hasattr(self.request, DELIVERY):
+            delattr(self.request, DELIVERY)
 
     def give_up_lease(self) -> None:
         """What an eager body puts in its own place runs inside of it, and may need the same lock. In a worker it comes after the
@@ -672,7 +672,7 @@ def seconds_until(app: Any, moment: Any, countdown: float | None) -> float | Non
     """From now to a moment as Celery takes them: a number of seconds, a datetime or its ISO form."""
     moment = countdown if countdown is not None else moment
     if isinstance(moment, (str, datetime)):
-        moment = (maybe_make_aware(maybe_iso8601(moment), app.timezone) - app.now()).total_seconds()
+        moment = (instant(app, moment) - app.now()).total_seconds()
     return None if moment is None else float(moment)
 
 

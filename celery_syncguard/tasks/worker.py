@@ -24,11 +24,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from billiard.einfo import ExceptionWithTraceback
-from billiard.exceptions import TimeLimitExceeded, WorkerLostError
+from celery.exceptions import TimeLimitExceeded, WorkerLostError
 from celery.signals import task_revoked
 from celery.worker.request import Request
-from celery.worker.state import active_requests
 
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
@@ -39,7 +37,10 @@ from celery_syncguard.errors import StoreUnavailable, SyncGuardError
 from celery_syncguard.postgres import migrate
 from celery_syncguard.postgres.connection import describe_dsn
 from celery_syncguard.postgres.store import PostgresStore
+from celery_syncguard.tasks.billiard_internals import cause_of
+from celery_syncguard.tasks.celery_internals import SeesReturn, active_requests, headers_of, refuse_unfit_worker
 from celery_syncguard.tasks.header import HEADER, claim_of
+from celery_syncguard.tasks.task import LockedTask
 
 __all__ = ["GuardedRequest", "is_worker", "start", "stop"]
 
@@ -84,7 +85,8 @@ def _advice(exc: SyncGuardError, binding: Any) -> str:
 
 
 def check(binding: Any) -> None:
-    """Raises SyncGuardError unless this application's database can be used for locks."""
+    """Raises SyncGuardError unless this application's database, and this Celery, can be used for locks."""
+    refuse_unfit_worker(LockedTask)
     guard = binding.guard
     store = guard.store
     if isinstance(store, MemoryStore):
@@ -117,12 +119,8 @@ def stop() -> None:
     _undertaker.stop()
 
 
-class GuardedRequest(Request):  # type: ignore[misc]
+class GuardedRequest(SeesReturn, Request):  # type: ignore[misc]
     """A message for one of our tasks, in the worker's main process."""
-
-    #: The message went back to the queue, or Celery sent the next attempt. Observed and not foreseen, as the options that
-    #: decide on it are more with every version.
-    _comes_again = False
 
     def on_accepted(self, pid: int, time_accepted: float) -> None:
         super().on_accepted(pid, time_accepted)
@@ -137,24 +135,13 @@ class GuardedRequest(Request):  # type: ignore[misc]
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
         super().on_timeout(soft, timeout)
-        if not soft and not self._comes_again:
+        if not soft and not self.comes_again:
             self._end_claim()
 
-    def reject(self, requeue: bool = False) -> None:  # noqa: FBT002 - Celery's
-        self._comes_again = self._comes_again or (requeue and not self.acknowledged)
-        super().reject(requeue)
-
-    def _retry_worker_lost(self, *args: Any) -> bool:
-        """Celery 5.7's `retry_on_worker_lost`. True: it sent the next attempt."""
-        self._comes_again = bool(super()._retry_worker_lost(*args))
-        return self._comes_again
-
     def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
-        exc = exc_info.exception
-        if isinstance(exc, ExceptionWithTraceback):
-            exc = exc.exc
+        exc = cause_of(exc_info.exception)
         answer = super().on_failure(exc_info, *args, **kwargs)
-        if self._is_lost(exc) and not self._comes_again:
+        if self._is_lost(exc) and not self.comes_again:
             self._end_claim()
         return answer
 
@@ -163,11 +150,11 @@ class GuardedRequest(Request):  # type: ignore[misc]
         ends; one by our signal has been seen to where that was sent.
         """
         if isinstance(exc, (SystemExit, KeyboardInterrupt)):
-            return not (self._already_cancelled or self._already_revoked)
+            return not self.was_ended
         return isinstance(exc, (WorkerLostError, TimeLimitExceeded))
 
     def _end_claim(self) -> None:
-        claim_key = claim_of(self.request_dict.get(HEADER))
+        claim_key = claim_of(headers_of(self).get(HEADER))
         if claim_key is not None:
             _undertaker.end_claim(claim_key, self.id)
 
@@ -175,8 +162,7 @@ class GuardedRequest(Request):  # type: ignore[misc]
 @task_revoked.connect(weak=False)  # type: ignore[untyped-decorator]
 def _on_revoked(request: Any = None, **_: Any) -> None:
     # Revoked, expired or terminated: the only thing that Celery says of it, and only in the main process.
-    headers = getattr(request, "request_dict", None) or getattr(request, "headers", None) or {}
-    claim_key = claim_of(headers.get(HEADER))
+    claim_key = claim_of(headers_of(request).get(HEADER))
     if claim_key is not None:
         _undertaker.end_claim(claim_key, request.id)
 
@@ -278,7 +264,7 @@ class _Undertaker:
 
         Takes no lock, as a signal handler calls it: the work is done at the thread's next turn, or at the stop.
         """
-        key = claim_of(request.request_dict.get(HEADER))
+        key = claim_of(headers_of(request).get(HEADER))
         if key is not None and not request.task.acks_late:
             self._work.append(_end_of_claim(key, request.id))
 
@@ -372,7 +358,7 @@ class _Undertaker:
         self._break_poll()
         self._loop.stop(timeout=0.5)
         # A cold shutdown has just killed the children: see them off, within reason.
-        for request in tuple(active_requests):
+        for request in active_requests():
             if isinstance(request, GuardedRequest):
                 self.cut_off(request)
         answers = self._work_off()

@@ -469,7 +469,7 @@ def test_an_immutable_errback_is_locked_too(app, caplog):
 
 def test_without_a_look_at_its_caller_an_immutable_errback_is_a_plain_call(app, monkeypatch):
     """The negative control."""
-    monkeypatch.setattr(gate, "_failed_before", lambda args, caller: None)
+    monkeypatch.setattr(gate, "errback_request", lambda args, caller: None)
     undo, fails, seen = errback_of(app)
     fails.apply(link_error=undo.si("a", "b"))
     assert seen == [("a", "b", [])]
