@@ -312,7 +312,7 @@ class HybridLogicalClock:
             self._told = True
             logger.warning(
                 "the hybrid logical clock of %s is %.0f s ahead of this machine's time: others may refuse its stamps, and "
-                "what it stamps wins over later writes (a time was far in the future; see `reset` in docs/hlc.md)",
+                "what it stamps wins over later writes (a time was far in the future; see reset in docs/hlc.md)",
                 self._device_id,
                 ahead_ms / 1000,
             )

@@ -32,8 +32,9 @@ from celery.utils.imports import load_extension_class_names, qualname, symbol_by
 from kombu.exceptions import OperationalError
 
 from celery_syncguard import signals
+from celery_syncguard.beat.postgres_slots import open_slots
 from celery_syncguard.beat.slot_sender import AGAIN, of_the_database, sending
-from celery_syncguard.beat.slots import PRUNED_AT_MOST, Slots, open_slots
+from celery_syncguard.beat.slots import PRUNED_AT_MOST, Slots
 from celery_syncguard.beat.timekeeper import Timekeeper
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger

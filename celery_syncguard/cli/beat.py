@@ -121,7 +121,7 @@ def leader(ctx: click.Context, *, key: str | None, healthy: bool, json_wanted: b
     as the leader that it stands by for, and healthy while it takes over from one that is gone; a leader that claims to
     lead but could not renew is not healthy, where it runs.
     """
-    from celery_syncguard.beat.slots import open_slots
+    from celery_syncguard.beat.postgres_slots import open_slots
     from celery_syncguard.core.leadership import leader_lock_key
 
     with target(ctx).guard() as guard:
@@ -187,7 +187,7 @@ def step_down(ctx: click.Context, *, key: str | None, yes: bool) -> None:
 @click.pass_context
 def slots(ctx: click.Context, *, key: str | None, entry: str | None, limit: int, json_wanted: bool) -> None:
     """The latest slots: due when, sent when and by which term, how late."""
-    from celery_syncguard.beat.slots import open_slots
+    from celery_syncguard.beat.postgres_slots import open_slots
 
     with target(ctx).guard() as guard:
         rows = open_slots(guard.store, key or guard.settings.leader_key).recent(entry=entry, limit=limit)
@@ -222,7 +222,7 @@ def entries(ctx: click.Context, *, key: str | None, json_wanted: bool) -> None:
 
     As of the leader's last claim: an entry that is new, or whose schedule was changed, has no next slot until it is sent.
     """
-    from celery_syncguard.beat.slots import open_slots
+    from celery_syncguard.beat.postgres_slots import open_slots
 
     with target(ctx).guard() as guard:
         rows = open_slots(guard.store, key or guard.settings.leader_key).entries()

@@ -27,7 +27,7 @@ from celery.states import READY_STATES, RETRY, STARTED, SUCCESS
 from celery_syncguard import signals, skipped
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
-from celery_syncguard.core.key import RESERVED_PREFIX, new_lock_id, public_key, shortened
+from celery_syncguard.core.key import RESERVED_PREFIX, new_lock_id, shortened
 from celery_syncguard.core.lease import Lease
 from celery_syncguard.core.process import default_holder, process_id
 from celery_syncguard.core.store import Acquire, Dead, Done, Held
@@ -36,9 +36,10 @@ from celery_syncguard.guard import lock_held
 from celery_syncguard.skipped import Skipped
 from celery_syncguard.tasks import app_state
 from celery_syncguard.tasks.celery_internals import get_ident, instant
-from celery_syncguard.tasks.header import HEADER, carried_options, claim_of, differ, header_of, is_broadcast
+from celery_syncguard.tasks.header import Header
 from celery_syncguard.tasks.interrupt import Interrupt, interrupt_for
 from celery_syncguard.tasks.options import TaskOptions
+from celery_syncguard.tasks.queues import is_broadcast
 
 __all__ = ["DELIVERY", "Answered", "Delivery", "check_outer", "life", "seconds_until"]
 
@@ -96,6 +97,7 @@ class Delivery:
     __slots__ = (
         "_guard_found",
         "_patience",
+        "_waited",
         "claim_passed_on",
         "header",
         "interrupt",
@@ -106,7 +108,7 @@ class Delivery:
         "task",
     )
 
-    def __init__(self, task: Any, request: Any, header: dict[str, Any], options: TaskOptions) -> None:
+    def __init__(self, task: Any, request: Any, header: Header, options: TaskOptions) -> None:
         self.task = task
         self.request = request
         self.header = header
@@ -119,21 +121,14 @@ class Delivery:
         self.key_passed_on = False
         #: Seconds that it waits in place for its lock, where it cannot come back.
         self._patience = 0.0
+        #: Seconds that an eager call has waited for its lock.
+        self._waited = 0.0
         self._guard_found: Any = None
 
     @classmethod
-    def of(cls, task: Any, request: Any, args: Any, kwargs: Any) -> Delivery:
-        """For the delivery that `request` describes. Computes the keys that its message lacks."""
-        header = header_of(request.headers)
-        for entry in ("key", "run", "claim", "call", "print"):
-            # Whoever sent it may not be this library.
-            if header.get(entry) is not None:
-                header[entry] = public_key(header[entry], what=f"{entry} in the header of a message")
-            else:
-                header.pop(entry, None)
-        serializer = header.get("serializer")
-        serializer = serializer if isinstance(serializer, str) else None
-        options = task.plan().complete(task, header, args, kwargs, {}, serializer=serializer)
+    def of(cls, task: Any, request: Any, header: Header, args: Any, kwargs: Any) -> Delivery:
+        """For the delivery that `request` describes. Computes the keys that its message's header lacks."""
+        header, options = task.plan().complete(task, header, args, kwargs, {}, serializer=header.serializer)
         return cls(task, request, header, options)
 
     @classmethod
@@ -141,38 +136,30 @@ class Delivery:
         """At the end of a delivery: if its task was over before we had our turn, as `before_start` or `__call__` raised or
         the keys could not be made, nobody has ended its claim.
         """
-        if (
-            hasattr(request, _REACHED)
-            or (claim_key := claim_of(request.headers and request.headers.get(HEADER))) is None
-        ):
+        if hasattr(request, _REACHED) or (claim_key := Header.claim_in(request.headers)) is None:
             return
         # Without a state the process is being ended, and the main process knows what becomes of the message.
         if state in (None, RETRY) or (isinstance(outcome, Reject) and outcome.requeue):
             return
-        header = header_of(request.headers)
         options = task.plan().options
         try:
-            options = options.replace(carried_options(header))
+            options = options.replace(Header.of(request.headers).options)
         except SyncGuardError:
             pass  # that is what the task failed with
         if options.dedup_until != "ttl":
-            cls(task, request, header, options)._end_claim(claim_key)  # noqa: SLF001 - our own class
+            cls(task, request, Header(), options)._end_claim(claim_key)  # noqa: SLF001 - our own class
 
     # Keys
 
     @property
     def run_key(self) -> str | None:
         """What a completed run is remembered by."""
-        if not self.options.run_once:
-            return self.header.get("run")
-        if self.options.run_once is True:
-            return f"task:{self.request.id}"
-        return self.header.get("run")
+        return f"task:{self.request.id}" if self.options.run_once is True else self.header.run_key
 
     @property
     def lock_key(self) -> str | None:
         """The lock's key. A task with run_once alone is locked by that key: it must not run beside itself."""
-        key: str | None = self.header.get("key")
+        key = self.header.lock_key
         if key is None and self.run_key is not None:
             key = shortened(RESERVED_PREFIX + "run:" + self.run_key)
         return key
@@ -195,7 +182,7 @@ class Delivery:
         """Which publish of the task id this is: a new one is new work, and no copy of what an old one left behind. Where
         each worker has a message of its own, each of those is a call of its own.
         """
-        call: str = self.header.get("call") or self.request.id
+        call: str = self.header.call_id or self.request.id
         return f"{call}@{self.request.hostname}" if self.for_everybody else call
 
     @property
@@ -204,7 +191,7 @@ class Delivery:
         return f"attempt:{self.call_id}:{self.attempt}"
 
     def _acquire(self, key: str) -> Acquire:
-        claim_key = self.header.get("claim")
+        claim_key = self.header.claim_key
         until = self.options.dedup_until
         run_key = self.run_key
         attempt, task_id = self.attempt, self.request.id
@@ -231,7 +218,7 @@ class Delivery:
         setattr(self.request, _REACHED, True)
         key = self.lock_key
         if key is None:
-            if self.header.get("claim") is None:
+            if self.header.claim_key is None:
                 self._report_start()
                 return body()
             return self._run_claimed(body)
@@ -263,7 +250,7 @@ class Delivery:
         if not isinstance(exc, SyncGuardError):
             self._guard.give_back(request)
         if not self._will_autoretry(exc):
-            self._end_claim(self.header.get("claim"))
+            self._end_claim(self.header.claim_key)
 
     def _too_many(self, dead: Dead, key: str) -> TooManyDeaths:
         why = (
@@ -348,7 +335,7 @@ class Delivery:
     def _start(self, lease: Lease) -> None:
         lease.run_key = self.run_key
         lease.run_ttl = self.options.run_once_ttl
-        lease.fingerprint = self.header.get("print")
+        lease.fingerprint = self.header.fingerprint
         signals.lock_acquired.send(sender=self.task, lease=lease)
         if self.options.lock_on_lost == "interrupt":
             self.interrupt = interrupt_for()
@@ -388,7 +375,7 @@ class Delivery:
         again = again or self._will_autoretry(failure) or (failure is not None and not isinstance(failure, Exception))
         claim_key = None
         if self.options.dedup_until != "ttl" and not (again and self._keeps_claim(failure)):
-            claim_key = self.header.get("claim")
+            claim_key = self.header.claim_key
         if claim_key == self.claim_passed_on:
             claim_key = None
         if lease is None:
@@ -413,7 +400,7 @@ class Delivery:
                 run_ttl=run_ttl,
                 claim_key=claim_key,
                 attempt_done=by_itself,
-                fingerprint=self.header.get("print"),
+                fingerprint=self.header.fingerprint,
             )
         except SyncGuardError as exc:
             logger.error("could not release %r, it ends at its ttl: %s", lease.key, exc)
@@ -440,30 +427,26 @@ class Delivery:
     def _run_claimed(self, body: Callable[[], Any]) -> Any:
         """A task with a dedup key and no lock."""
         if self.options.dedup_until == "start":
-            self._end_claim(self.header.get("claim"))
-            self.header.pop("claim", None)
+            self._end_claim(self.header.claim_key)
+            self.header = self.header._replace(claim_key=None)
         return self._run_body(body, None)
 
     def _keep_claim(self) -> None:
         """Its publisher may have died before it could confirm the claim. A lease's acquire has seen to it already."""
-        claim_key = self.header.get("claim")
+        claim_key = self.header.claim_key
         until = self.options.dedup_until
         if claim_key is not None and (until == "ttl" or (until == "done" and self.lease is None)):
             self._confirmer.confirm(claim_key, task_id=self.request.id, ttl=self.options.dedup_ttl)
 
     def _keeps_claim(self, failure: BaseException | None) -> bool:
         """Whether the next attempt goes on under this claim. One with other arguments may have another."""
-        signature = failure.sig if isinstance(failure, Retry) else None
-        if signature is None:
-            return True
-        return bool(header_of(signature.options.get("headers")).get("claim") == self.header.get("claim"))
+        following = _header_after(failure)
+        return following is None or following.claim_key == self.header.claim_key
 
     def _keeps_key(self, failure: BaseException | None) -> bool:
         """Whether the next attempt needs the same lock. Without a header, as it was sent by name, it may."""
-        signature = failure.sig if isinstance(failure, Retry) else None
-        if signature is None:
-            return True
-        return header_of(signature.options.get("headers")).get("key") in (None, self.header.get("key"))
+        following = _header_after(failure)
+        return following is None or following.lock_key in (None, self.header.lock_key)
 
     def _end_claim(self, claim_key: str | None) -> None:
         if claim_key is None:
@@ -488,7 +471,7 @@ class Delivery:
     def _fail(self, exc: BaseException) -> NoReturn:
         """Raise what this delivery fails with. The claim ends with it, unless the next attempt goes on under that."""
         if not self._will_autoretry(exc):
-            self._end_claim(self.header.get("claim"))
+            self._end_claim(self.header.claim_key)
         raise exc
 
     def _answer(self, done: Done) -> Any:
@@ -498,12 +481,12 @@ class Delivery:
             logger.info("%s not run: another delivery of this attempt ended %.1f s ago", who, done.age)
             raise Answered("another delivery of this attempt has ended")
         logger.info("%s not run: %r was done by task %s %.1f s ago", who, done.run_key, done.task_id, done.age)
-        if differ(done.fingerprint, self.header.get("print")):
+        if self.header.differs(done.fingerprint):
             logger.warning("%s: task %s did %r with other arguments than these", who, done.task_id, done.run_key)
         self._guard.counts["answered"] += 1
         signals.run_answered.send(sender=self.task, done=done)
         if self.options.dedup_until != "ttl":
-            self._end_claim(self.header.get("claim"))
+            self._end_claim(self.header.claim_key)
         return self._first_result(done)
 
     def _first_result(self, done: Done) -> Any:
@@ -533,7 +516,7 @@ class Delivery:
             return True
         if mode == "raise" or self.request.is_eager:
             if not self._will_autoretry(exc):
-                self._end_claim_later(self.header.get("claim"))
+                self._end_claim_later(self.header.claim_key)
             raise exc
         logger.warning("%s[%s] not run, will come back: %s", self.task.name, self.request.id, exc)
         self._come_back(exc, hidden=False)
@@ -591,7 +574,7 @@ class Delivery:
     def _skip(self, held: Held, error: LockHeld) -> None:
         marker = Skipped(key=held.key, holder=held.holder, task_id=held.task_id, since=round(held.since, 3))
         logger.info("%s[%s] skipped: %s", self.task.name, self.request.id, error)
-        self._end_claim(self.header.get("claim"))
+        self._end_claim(self.header.claim_key)
         signals.task_skipped.send(sender=self.task, skipped=marker)
         # Under one task id there is one result: that of the body which runs.
         if held.task_id != self.request.id:
@@ -607,7 +590,7 @@ class Delivery:
         and doubles each time up to the upper one. So those that met the same holder do not come back together.
         """
         low, high = self.options.lock_retry_delay
-        ceiling = min(high, low * 2.0 ** min(self.header.get("held", 0) + 1, 32))
+        ceiling = min(high, low * 2.0 ** min(self.header.held + 1, 32))
         return random.uniform(low, ceiling)
 
     def _come_back(self, reason: SyncGuardError, *, hidden: bool, delay: float | None = None) -> None:
@@ -620,7 +603,7 @@ class Delivery:
             self._wait_eagerly(reason)
             return
         if self.for_everybody:
-            self.header["held"] = self.header.get("held", 0) + 1
+            self.header = self.header._replace(held=self.header.held + 1)
             if isinstance(reason, LockHeld):
                 self._patience = delay
             else:
@@ -628,12 +611,13 @@ class Delivery:
             return
         if delay < 1.0 and _has_quorum_queues(self.task.app):
             delay = 1.0  # Celery's native delayed delivery refuses what is shorter
-        header = {**self.header, "held": self.header.get("held", 0) + 1}
-        if header.get("claim") is not None:
-            header["claimed"] = True
+        header = self.header._replace(
+            held=self.header.held + 1,
+            claimed=self.header.claimed or self.header.claim_key is not None,
+        )
         signature = self.task.signature_from_request(
             self.request,
-            headers={**(self.request.headers or {}), HEADER: header},
+            headers=header.into(self.request.headers),
             countdown=delay,
             retries=self.request.retries,
             ignore_result=not skipped.wants_result(self.task, self.request),
@@ -653,12 +637,11 @@ class Delivery:
         raise Retry(exc=reason, when=delay, sig=signature)
 
     def _wait_eagerly(self, reason: SyncGuardError) -> None:
-        self.header["held"] = self.header.get("held", 0) + 1
-        waited = self.header.get("waited", 0.0)
-        delay = min(self._delay(), 1.0)
-        if waited >= _EAGER_PATIENCE:
+        self.header = self.header._replace(held=self.header.held + 1)
+        if self._waited >= _EAGER_PATIENCE:
             raise reason
-        self.header["waited"] = waited + delay
+        delay = min(self._delay(), 1.0)
+        self._waited += delay
         _pause(delay)
 
 
@@ -674,6 +657,17 @@ def seconds_until(app: Any, moment: Any, countdown: float | None) -> float | Non
     if isinstance(moment, (str, datetime)):
         moment = (instant(app, moment) - app.now()).total_seconds()
     return None if moment is None else float(moment)
+
+
+def _header_after(failure: BaseException | None) -> Header | None:
+    """The header of the next attempt, if `failure` says that one was sent and which. Raises nothing: a release must follow."""
+    signature = failure.sig if isinstance(failure, Retry) else None
+    if signature is None:
+        return None
+    try:
+        return Header.of(signature.options.get("headers"))
+    except SyncGuardError:
+        return Header()
 
 
 def _ended_by_itself(failure: BaseException | None) -> bool:

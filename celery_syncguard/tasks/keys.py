@@ -13,7 +13,7 @@ from celery_syncguard.core.config import DEFAULT_TTL
 from celery_syncguard.core.key import task_key
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey
 from celery_syncguard.tasks.body import signature_of
-from celery_syncguard.tasks.header import carried_options
+from celery_syncguard.tasks.header import Header
 from celery_syncguard.tasks.options import (
     Parameters,
     TaskOptions,
@@ -26,8 +26,8 @@ from celery_syncguard.tasks.options import (
 
 __all__ = ["TaskKeys"]
 
-#: Options that are keys, and where the header has them.
-_ENTRIES = {"lock_key": "key", "dedup_key": "claim", "run_once": "run"}
+#: Options that are keys: the header's entry for each, and its attribute.
+_ENTRIES = {"lock_key": ("key", "lock_key"), "dedup_key": ("claim", "claim_key"), "run_once": ("run", "run_key")}
 
 
 class TaskKeys:
@@ -60,56 +60,56 @@ class TaskKeys:
     def complete(
         self,
         task: Any,
-        header: dict[str, Any],
+        header: Header,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         overrides: Mapping[str, Any],
         *,
         serializer: str | None = None,
-    ) -> TaskOptions:
-        """Put the keys that the header lacks, and the overrides, into it; the options for this call.
+    ) -> tuple[Header, TaskOptions]:
+        """The header with the keys that it lacks and with the overrides; the options for this call.
 
         Raises:
             InvalidKey, ImproperlyConfigured: a key that cannot be made, an option that cannot be meant.
             TypeError: the arguments do not fit the task.
         """
         options = self.options
-        if overrides or "options" in header:
-            carried = {**carried_options(header), **overrides}
+        new: dict[str, Any] = {}
+        if overrides or header.options:
+            carried = {**header.options, **overrides}
             options = options.replace(carried)
             # A key is computed once, here: what it is made from goes no further.
-            rest = {
+            new["options"] = {
                 name: value
                 for name, value in portable(carried).items()
                 if not (name in _ENTRIES and isinstance(value, str))
             }
-            header.pop("options", None)
-            if rest:
-                header["options"] = rest
         dumped: tuple[Sequence[Any], Mapping[str, Any]] | None = None
-        for name, entry, source in self._entries if options is self.options else self._entries_of(options):
-            if entry in header and name not in overrides:
+        for name, entry, attribute, source in self._entries if options is self.options else self._entries_of(options):
+            if getattr(header, attribute) is not None and name not in overrides:
                 continue
             if dumped is None:
                 dump = getattr(task, "_dump_pydantic_arguments", None)
                 serializer = serializer or task.serializer or task.app.conf.task_serializer
                 plain_args, plain_kwargs = dump(args, kwargs) if dump is not None else (args, kwargs)
                 dumped = as_sent(plain_args, plain_kwargs, serializer)
-            header[entry] = self._key(task, name, source, *dumped, serializer=serializer)
+            new[attribute] = self._key(task, name, source, *dumped, serializer=serializer)
             if entry != "key" and source is not True:
-                header["print"] = self._fingerprint(*dumped)
-            if name in overrides:
-                header["given"] = [*header.get("given", ()), entry]
-        if "lock_max_deaths" in overrides and not (header.get("key") or header.get("run") or options.run_once):
+                new["fingerprint"] = self._fingerprint(*dumped)
+            if name in overrides and entry not in header.given:
+                new["given"] = (*new.get("given", header.given), entry)
+        if new:
+            header = header._replace(**new)
+        if "lock_max_deaths" in overrides and not (header.lock_key or header.run_key or options.run_once):
             raise ImproperlyConfigured("apply_async: lock_max_deaths needs a task with a lock_key or run_once")
-        return options
+        return header, options
 
     @staticmethod
-    def _entries_of(options: TaskOptions) -> list[tuple[str, str, Any]]:
-        """Option, header's entry and source of each key that is made from the arguments."""
-        entries = [(name, entry, getattr(options, name)) for name, entry in _ENTRIES.items()]
+    def _entries_of(options: TaskOptions) -> list[tuple[str, str, str, Any]]:
+        """Option, header's entry and attribute, and source of each key that is made from the arguments."""
+        entries = [(name, *entry, getattr(options, name)) for name, entry in _ENTRIES.items()]
         # run_once=True goes by the task's id.
-        return [one for one in entries if one[2] and not (one[0] == "run_once" and one[2] is True)]
+        return [one for one in entries if one[3] and not (one[0] == "run_once" and one[3] is True)]
 
     def _fingerprint(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
         try:

@@ -17,7 +17,7 @@ from typing import Any
 from celery_syncguard.core.events import logger
 from celery_syncguard.tasks import kombu_internals
 from celery_syncguard.tasks.celery_internals import wrap_sending
-from celery_syncguard.tasks.header import HEADER, claim_of
+from celery_syncguard.tasks.header import Header
 from celery_syncguard.tasks.kombu_internals import OPTION, is_refusal
 
 __all__ = ["PATIENCE", "ask_for_confirms", "is_refusal", "turned_off"]
@@ -49,8 +49,7 @@ class _Asking:
 
     def __call__(self, producer: Any, name: str, message: Any, **options: Any) -> Any:
         connection = producer.connection
-        header = (options.get("headers") or {}).get(HEADER)
-        wanted = claim_of(header) is not None
+        wanted = Header.claim_in(options.get("headers")) is not None
         if not kombu_internals.answers(connection, wanted=wanted):
             return self._hand_over(producer, name, message, **options)
         if options.get("timeout") is None:

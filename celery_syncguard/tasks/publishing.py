@@ -31,9 +31,10 @@ from celery_syncguard.skipped import SKIPPED, Skipped, marker_for
 from celery_syncguard.tasks import app_state
 from celery_syncguard.tasks.confirmer import UNCONFIRMED_TTL
 from celery_syncguard.tasks.delivery import DELIVERY, life, seconds_until
-from celery_syncguard.tasks.header import HEADER, differ, header_of, without_way
+from celery_syncguard.tasks.header import Header
 from celery_syncguard.tasks.options import TaskOptions
 from celery_syncguard.tasks.publisher_confirms import ask_for_confirms
+from celery_syncguard.tasks.queues import without_way
 
 __all__ = ["begun", "follows", "publish", "send_task"]
 
@@ -45,7 +46,7 @@ def publish(
     name: str,
     options: TaskOptions,
     *,
-    header: dict[str, Any],
+    header: Header,
     call: dict[str, Any],
     send: Callable[..., Any],
     task: Any = None,
@@ -53,7 +54,7 @@ def publish(
     """Send one message, claimed first if its header has a claim.
 
     Arguments:
-        header: our header, keys included; put into `call["headers"]`.
+        header: our header, keys included.
         call: the keyword arguments for `send`, with `task_id` and `headers` among them or not.
         send: publishes and answers with an AsyncResult.
 
@@ -66,11 +67,11 @@ def publish(
     """
     again = "retries" in call  # only what is published again says which attempt it is
     if not again:
-        _begin_call(header, call)
-    call["headers"] = {**without_way(call.get("headers"), again=again), HEADER: header}
-    key = header.get("claim")
+        header = header._replace(call_id=_new_call_id(call))
+    call["headers"] = without_way(call.get("headers"), again=again)
+    key = header.claim_key
     if key is None:
-        return send(**call)
+        return _sent(header, call, send)
     ask_for_confirms(app)
     store = app_state.guard_for(app).store
     task_id = call["task_id"] = call.get("task_id") or uuid()
@@ -79,16 +80,16 @@ def publish(
     due = max(0.0, seconds_until(app, call.get("eta"), call.get("countdown")) or 0.0)
     expires = call.get("expires")
     ttl = life(app, getattr(task, "expires", None) if expires is None else expires, due + options.dedup_ttl)
-    if header.get("claimed"):
+    if header.claimed:
         # It comes again under the claim that it has, which lives as long as its message waits. (What comes back for a
         # held lock is renewed by its next delivery, unless that is far away.)
         if options.dedup_until != "ttl" and (due > options.dedup_ttl / 2 or _is_next_attempt(call)):
             again = options.dedup_until == "start"
             _quietly(lambda: store.claim(key, task_id=task_id, ttl=ttl, holder=holder, again=again))
-        return send(**call)
+        return _sent(header, call, send)
     try:
         claim = store.claim(
-            key, task_id=task_id, ttl=min(UNCONFIRMED_TTL, ttl), holder=holder, fingerprint=header.get("print")
+            key, task_id=task_id, ttl=min(UNCONFIRMED_TTL, ttl), holder=holder, fingerprint=header.fingerprint
         )
     except SyncGuardError as exc:
         if not begun(call):
@@ -99,9 +100,8 @@ def publish(
         app_state.guard_for(app).counts["duplicate"] += 1
         signals.task_duplicate.send(sender=task if task is not None else name, claim=claim)
         return _duplicate(app, name, options, claim, header=header, call=call, send=send)
-    header["claimed"] = True
     try:
-        result = send(**call)
+        result = _sent(header._replace(claimed=True), call, send)
     except BaseException:
         _quietly(lambda: store.unclaim(key, task_id=task_id))
         raise
@@ -130,18 +130,14 @@ def _is_next_attempt(call: Mapping[str, Any]) -> bool:
     return request is not None and request.id == call.get("task_id") and request.retries != call.get("retries")
 
 
-def _begin_call(header: dict[str, Any], call: Mapping[str, Any]) -> None:
+def _new_call_id(call: Mapping[str, Any]) -> str | None:
     """A new publish is new work, also under an old task id. Not so what replaces a body, which goes on in its place; nor
-    beat's second send of one slot. Without an entry, the task id says which call it is.
+    beat's second send of one slot. Without a call id, the task id says which call it is.
     """
-    header.pop("call", None)
     request = current_task.request if current_task else None
     if "replaced_task_nesting" in call and request is not None and request.id == call.get("task_id"):
-        before = header_of(request.headers).get("call")
-        if before is not None:
-            header["call"] = before
-    elif "syncguard_due_at" not in (call.get("headers") or {}):
-        header["call"] = new_lock_id()
+        return Header.of(request.headers).call_id
+    return None if "syncguard_due_at" in (call.get("headers") or {}) else new_lock_id()
 
 
 def _duplicate(
@@ -150,12 +146,12 @@ def _duplicate(
     options: TaskOptions,
     claim: Claim,
     *,
-    header: dict[str, Any],
+    header: Header,
     call: dict[str, Any],
     send: Callable[..., Any],
 ) -> Any:
     """The existing task's result, unless the message has to be sent all the same."""
-    if differ(claim.fingerprint, header.get("print")):
+    if header.differs(claim.fingerprint):
         logger.warning("%s: task %s has claimed %r with other arguments than these", name, claim.task_id, claim.key)
     error = DuplicateTask(
         f"{name} is a duplicate: {claim.key!r} was claimed {claim.age:.1f} s ago by task {claim.task_id}",
@@ -182,9 +178,13 @@ def _duplicate(
     return _marked(result_cls(claim.task_id), duplicate=True, holder=claim.holder)
 
 
-def _sent_unclaimed(header: dict[str, Any], call: dict[str, Any], send: Callable[..., Any]) -> Any:
-    header.pop("claim")
-    return _marked(send(**call), duplicate=False, holder=None)
+def _sent(header: Header, call: dict[str, Any], send: Callable[..., Any]) -> Any:
+    call["headers"] = header.into(call["headers"])
+    return send(**call)
+
+
+def _sent_unclaimed(header: Header, call: dict[str, Any], send: Callable[..., Any]) -> Any:
+    return _marked(_sent(header._replace(claim_key=None), call, send), duplicate=False, holder=None)
 
 
 def _waiting(call: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -269,15 +269,14 @@ def send_task(
     app_state.attach(app)
     ours = _DEFAULTS.replace({"dedup_ttl": dedup_ttl, "dedup_on_duplicate": dedup_on_duplicate})
     # What a body hands on (`headers=self.request.headers`) is about the body's own message.
-    header: dict[str, Any] = {}
-    for entry, key, what in (
-        ("key", lock_key, "lock_key"),
-        ("claim", dedup_key, "dedup_key"),
-        ("run", run_once, "run_once"),
-    ):
-        if key is not None:
-            header[entry] = task_key(key, what=what)
-            header["given"] = [*header.get("given", ()), entry]
+    header = Header(
+        lock_key=None if lock_key is None else task_key(lock_key, what="lock_key"),
+        claim_key=None if dedup_key is None else task_key(dedup_key, what="dedup_key"),
+        run_key=None if run_once is None else task_key(run_once, what="run_once"),
+        given=tuple(
+            entry for entry, key in (("key", lock_key), ("claim", dedup_key), ("run", run_once)) if key is not None
+        ),
+    )
 
     def send(**call: Any) -> Any:
         return app.send_task(name, args, kwargs, **call)

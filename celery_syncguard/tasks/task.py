@@ -20,14 +20,15 @@ from kombu.exceptions import EncodeError, OperationalError
 from celery_syncguard.core.events import logger
 from celery_syncguard.core.key import Fence
 from celery_syncguard.core.lease import Lease
-from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, NoLease, TooManyDeaths
+from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, NoLease, SyncGuardError, TooManyDeaths
 from celery_syncguard.skipped import SKIPPED, wants_result
 from celery_syncguard.tasks import app_state, celery_internals, gate, publishing
 from celery_syncguard.tasks.delivery import DELIVERY, Answered, Delivery, check_outer
-from celery_syncguard.tasks.header import HEADER, header_of, queue_of
+from celery_syncguard.tasks.header import HEADER, Header
 from celery_syncguard.tasks.keys import TaskKeys
 from celery_syncguard.tasks.options import take_overrides
 from celery_syncguard.tasks.publisher_confirms import is_refusal
+from celery_syncguard.tasks.queues import queue_of
 
 __all__ = ["LockedTask"]
 
@@ -143,14 +144,14 @@ class LockedTask(Task):  # type: ignore[misc]
         overrides = take_overrides(options)
         plan = self.plan()
         # What a body hands on to another task (`headers=self.request.headers`) is about the body's own message.
-        header = header_of(options.get("headers")) if "retries" in options else {}
+        header = Header.of(options.get("headers")) if "retries" in options else Header()
         if options.get("serializer"):
-            header["serializer"] = options["serializer"]
+            header = header._replace(serializer=options["serializer"])
         if args is not None and not isinstance(args, (list, tuple)):
             raise TypeError(f"task args must be a list or tuple, got {type(args).__name__}")
         call: dict[str, Any] = dict(options, task_id=task_id)
         try:
-            task_options = plan.complete(
+            header, task_options = plan.complete(
                 self, header, tuple(args or ()), dict(kwargs or {}), overrides, serializer=options.get("serializer")
             )
         except InvalidKey:
@@ -172,7 +173,7 @@ class LockedTask(Task):  # type: ignore[misc]
         request = current_task.request if current_task else None
         if request is not None and request.id == task_id and (run := getattr(request, DELIVERY, None)) is not None:
             # The body's own next attempt, or what it put in its own place (`self.replace`).
-            run.key_passed_on = run.key_passed_on or header.get("key") == run.lock_key
+            run.key_passed_on = run.key_passed_on or header.lock_key == run.lock_key
         return result
 
     def _fail_unsent(self, exc: Exception, args: Any, kwargs: Any, link_error: Any, call: dict[str, Any]) -> Any:
@@ -210,12 +211,20 @@ class LockedTask(Task):  # type: ignore[misc]
     def apply(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         """Run here and now, under the lock as in a worker. Takes our options too."""
         overrides = take_overrides(options)
-        header = header_of(options.get("headers"))
-        if "retries" not in options and current_task and header == header_of(current_task.request.headers):
-            # What a body hands on; a publish in an eager application has a `call` of its own.
-            header = {}
-        self.plan().complete(self, header, tuple(args or ()), dict(kwargs or {}), overrides)
-        options["headers"] = {**(options.get("headers") or {}), HEADER: header}
+        headers = options.get("headers") or {}
+        handed_on = (
+            "retries" not in options
+            and current_task
+            # A publish in an eager application has a call id of its own.
+            and headers.get(HEADER) == (current_task.request.headers or {}).get(HEADER)
+        )
+        try:
+            header = Header() if handed_on else Header.of(headers)
+        except SyncGuardError:
+            pass  # the task fails with it, as in a worker
+        else:
+            header, _ = self.plan().complete(self, header, tuple(args or ()), dict(kwargs or {}), overrides)
+            options["headers"] = header.into(headers)
         result = super().apply(args, kwargs, **options)
         check_outer()
         if isinstance(result, EagerResult) and isinstance(result.result, Answered):
@@ -261,24 +270,27 @@ class LockedTask(Task):  # type: ignore[misc]
         if queue is None and not options.keys() & {"exchange", "routing_key"}:
             came_from = queue_of(self.app, request.delivery_info)
             queue = None if came_from is None else came_from.name
-        if serializer := header_of(request.headers).get("serializer"):
-            options.setdefault("serializer", serializer)
+        before = Header.of(request.headers)
+        if before.serializer:
+            options.setdefault("serializer", before.serializer)
         changed = (args is not None and list(args) != list(request.args or ())) or (
             kwargs is not None and dict(kwargs) != dict(request.kwargs or {})
         )
         if changed and "headers" not in options and request.headers:
-            before = header_of(request.headers)
-            made_anew = {"key", "run", "claim"}.difference(before.get("given", ())) | {"claimed", "print"}
-            header = {name: value for name, value in before.items() if name not in made_anew}
             # Computed now, so that the end of this attempt knows whether its claim goes on.
             new_args = request.args if args is None else args
             new_kwargs = request.kwargs if kwargs is None else kwargs
-            self.plan().complete(
-                self, header, tuple(new_args or ()), dict(new_kwargs or {}), {}, serializer=options.get("serializer")
+            header, _ = self.plan().complete(
+                self,
+                before.for_other_arguments(),
+                tuple(new_args or ()),
+                dict(new_kwargs or {}),
+                {},
+                serializer=options.get("serializer"),
             )
-            if header.get("claim") == before.get("claim") and before.get("claimed"):
-                header["claimed"] = True
-            options["headers"] = {**request.headers, HEADER: header}
+            if header.claim_key == before.claim_key and before.claimed:
+                header = header._replace(claimed=True)
+            options["headers"] = header.into(request.headers)
         return super().signature_from_request(request, args, kwargs, queue=queue, **options)
 
     def on_replace(self, sig: Any) -> Any:

@@ -39,7 +39,7 @@ from celery_syncguard.postgres.connection import describe_dsn
 from celery_syncguard.postgres.store import PostgresStore
 from celery_syncguard.tasks.billiard_internals import cause_of
 from celery_syncguard.tasks.celery_internals import SeesReturn, active_requests, headers_of, refuse_unfit_worker
-from celery_syncguard.tasks.header import HEADER, claim_of
+from celery_syncguard.tasks.header import Header
 from celery_syncguard.tasks.task import LockedTask
 
 __all__ = ["GuardedRequest", "is_worker", "start", "stop"]
@@ -154,7 +154,7 @@ class GuardedRequest(SeesReturn, Request):  # type: ignore[misc]
         return isinstance(exc, (WorkerLostError, TimeLimitExceeded))
 
     def _end_claim(self) -> None:
-        claim_key = claim_of(headers_of(self).get(HEADER))
+        claim_key = Header.claim_in(headers_of(self))
         if claim_key is not None:
             _undertaker.end_claim(claim_key, self.id)
 
@@ -162,7 +162,7 @@ class GuardedRequest(SeesReturn, Request):  # type: ignore[misc]
 @task_revoked.connect(weak=False)  # type: ignore[untyped-decorator]
 def _on_revoked(request: Any = None, **_: Any) -> None:
     # Revoked, expired or terminated: the only thing that Celery says of it, and only in the main process.
-    claim_key = claim_of(headers_of(request).get(HEADER))
+    claim_key = Header.claim_in(headers_of(request))
     if claim_key is not None:
         _undertaker.end_claim(claim_key, request.id)
 
@@ -264,7 +264,7 @@ class _Undertaker:
 
         Takes no lock, as a signal handler calls it: the work is done at the thread's next turn, or at the stop.
         """
-        key = claim_of(headers_of(request).get(HEADER))
+        key = Header.claim_in(headers_of(request))
         if key is not None and not request.task.acks_late:
             self._work.append(_end_of_claim(key, request.id))
 

@@ -15,8 +15,9 @@ from celery_syncguard.core.memory import MemoryStore
 from celery_syncguard.core.store import Acquire, Grant, Held, LockStore
 from celery_syncguard.postgres.migrate import migrate
 from celery_syncguard.postgres.store import PostgresStore
-from celery_syncguard.testing import StoreContract, race_processes, race_threads
+from tests.contract.store_contract import StoreContract
 from tests.fixtures import soak
+from tests.fixtures.races import race_processes, race_threads
 
 _TABLES = "syncguard_locks, syncguard_fence_counters, syncguard_completions, syncguard_claims, syncguard_deaths"
 

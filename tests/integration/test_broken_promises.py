@@ -19,6 +19,7 @@ from celery_syncguard.dedup import send_task
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, StoreUnavailable
 from celery_syncguard.postgres import migrate
 from celery_syncguard.tasks import app_state
+from celery_syncguard.tasks.header import Header
 from celery_syncguard.tasks.worker import GuardedRequest
 from tests.fixtures.polling import poll
 
@@ -38,9 +39,8 @@ def locked(app):
 
 
 def key_of(task, *args):
-    header = {}
-    task.plan().complete(task, header, args, {}, {})
-    return header["key"]
+    header, _ = task.plan().complete(task, Header(), args, {}, {})
+    return header.lock_key
 
 
 @pytest.fixture

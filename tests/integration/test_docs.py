@@ -20,8 +20,8 @@ from sqlalchemy import orm
 
 from celery_syncguard import SKIPPED, LockedTask, SyncGuard, hlc, revisions
 from celery_syncguard.tasks import app_state
+from tests.fixtures.callers import django_database
 from tests.fixtures.cluster import ROOT
-from tests.integration.test_revisions_callers import django_alias
 
 DSN = "postgresql://user@host/database"  # as the README writes it
 SNIPPET = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -104,19 +104,13 @@ def connection(pg_dsn: str) -> Iterator[psycopg.Connection[Any]]:
 
 
 @pytest.fixture
-def guard(pg_dsn: str) -> Iterator[SyncGuard]:
-    with SyncGuard(pg_dsn) as guard:
-        yield guard
-
-
-@pytest.fixture
 def django_default(pg_dsn: str) -> Iterator[None]:
     """Django's connection "default" leads to our database."""
     import django
     from django.db import connections
 
     django.setup()
-    with django_alias(pg_dsn) as alias:
+    with django_database(pg_dsn) as alias:
         usual = connections["default"]
         connections["default"] = connections[alias]
         yield

@@ -21,13 +21,6 @@ from tests.fixtures.proxy import Proxy
 
 
 @pytest.fixture
-def guard(pg_dsn: str) -> Iterator[SyncGuard]:
-    """The direct way to the server, for looking."""
-    with SyncGuard(pg_dsn) as guard:
-        yield guard
-
-
-@pytest.fixture
 def store(pg_dsn: str, pg_proxy: Proxy) -> Iterator[PostgresStore]:
     """Through the proxy."""
     store = PostgresStore(pg_proxy.dsn(pg_dsn), timeout=5)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import unittest
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import psycopg
@@ -14,9 +13,18 @@ import sqlalchemy
 from sqlalchemy import orm
 
 from celery_syncguard import InSavepoint, Lease, LeaseLost, NotInTransaction, SyncGuard
-from celery_syncguard.core.key import new_lock_id
-from celery_syncguard.core.store import Acquire, Grant, Held
-from tests.integration.test_revisions_callers import django_alias, engine_of
+from celery_syncguard.core.store import Grant, Held, Renewal
+from tests.fixtures.callers import (
+    Caller,
+    django_alias,
+    django_database,
+    engine_of,
+    psycopg_autocommit,
+    psycopg_implicit,
+    sqlalchemy_connection,
+    sqlalchemy_session,
+)
+from tests.fixtures.leases import expire, paused, take
 
 LEVELS = list(psycopg.IsolationLevel)
 
@@ -25,82 +33,7 @@ class Stop(Exception):
     """An error in a savepoint."""
 
 
-@dataclass
-class Library:
-    """A connection of one library: what `lease` is given, how a transaction and a savepoint in it are opened."""
-
-    target: Any
-    outer: Callable[[], AbstractContextManager[Any]]
-    inner: Callable[[], AbstractContextManager[Any]]
-    execute: Callable[[str], Any]
-
-
-@contextmanager
-def psycopg_transactions(dsn: str) -> Iterator[Library]:
-    with closing(psycopg.connect(dsn, autocommit=True)) as conn:
-        yield Library(conn, conn.transaction, conn.transaction, conn.execute)
-
-
-@contextmanager
-def psycopg_implicit(dsn: str) -> Iterator[Library]:
-    """A transaction that the first statement begins, and savepoints by hand."""
-
-    @contextmanager
-    def outer() -> Iterator[None]:
-        conn.execute("select 1")
-        yield
-        conn.commit()
-
-    @contextmanager
-    def inner() -> Iterator[None]:
-        conn.execute("savepoint by_hand")
-        try:
-            yield
-        except BaseException:
-            conn.execute("rollback to by_hand")
-            raise
-        conn.execute("release by_hand")
-
-    with closing(psycopg.connect(dsn)) as conn:
-        yield Library(conn, outer, inner, conn.execute)
-
-
-@contextmanager
-def sqlalchemy_connection(dsn: str) -> Iterator[Library]:
-    with engine_of(dsn) as engine, engine.connect() as conn:
-        yield Library(conn, conn.begin, conn.begin_nested, lambda sql: conn.execute(sqlalchemy.text(sql)))
-
-
-@contextmanager
-def sqlalchemy_session(dsn: str) -> Iterator[Library]:
-    with engine_of(dsn) as engine, orm.Session(engine) as session:
-        yield Library(session, session.begin, session.begin_nested, lambda sql: session.execute(sqlalchemy.text(sql)))
-
-
-@contextmanager
-def django(dsn: str) -> Iterator[Library]:
-    from django.db import connections, transaction
-
-    def execute(sql: str) -> None:
-        with connections[alias].cursor() as cursor:
-            cursor.execute(sql)
-
-    with django_alias(dsn) as alias:
-        yield Library(
-            alias,
-            lambda: transaction.atomic(using=alias, durable=True),
-            lambda: transaction.atomic(using=alias),
-            execute,
-        )
-
-
-LIBRARIES = [psycopg_transactions, psycopg_implicit, sqlalchemy_connection, sqlalchemy_session, django]
-
-
-@pytest.fixture
-def guard(pg_dsn: str) -> Iterator[SyncGuard]:
-    with SyncGuard(pg_dsn) as guard:
-        yield guard
+CALLERS = [psycopg_autocommit, psycopg_implicit, sqlalchemy_connection, sqlalchemy_session, django_alias]
 
 
 @pytest.fixture
@@ -111,10 +44,10 @@ def db(pg_dsn: str) -> Iterator[Any]:
         yield connection
 
 
-@pytest.fixture(params=LIBRARIES, ids=lambda library: library.__name__)
-def library(request: pytest.FixtureRequest, pg_dsn: str, db: Any) -> Iterator[Library]:
-    with request.param(pg_dsn) as library:
-        yield library
+@pytest.fixture(params=CALLERS, ids=lambda kind: kind.__name__)
+def caller(request: pytest.FixtureRequest, pg_dsn: str, db: Any) -> Iterator[Caller]:
+    with request.param(pg_dsn) as caller:
+        yield caller
 
 
 @pytest.fixture(params=LEVELS, ids=lambda level: level.name)
@@ -125,41 +58,25 @@ def conn(request: pytest.FixtureRequest, pg_dsn: str, db: Any) -> Iterator[psyco
         yield conn
 
 
-def paused(guard: SyncGuard, key: str = "k") -> Lease:
-    """A lease whose holder is about to pause: it believes in it, and nobody renews it."""
-    lease = guard.try_acquire(key, ttl=60)
-    assert lease is not None
-    guard._renewer.remove(lease)
-    return lease
-
-
-def expire(db: Any) -> None:
-    db.execute("update syncguard_locks set expires_at_ms = 1")
-
-
-def take(guard: SyncGuard, key: str = "k") -> Any:
-    return guard.store.acquire(Acquire(key=key, lock_id=new_lock_id(), ttl=60.0))
-
-
 INSERT = "insert into t values (1, 'first')"  # which is there already
 UPDATE = "update t set owner = 'first' where id = 1"
 
 
 @pytest.mark.parametrize("caught", ["inside", "outside"])
 def test_a_transaction_in_a_transaction_stays_fenced_when_its_savepoint_is_rolled_back(
-    guard: SyncGuard, library: Library, db: Any, caught: str
+    guard: SyncGuard, caller: Caller, db: Any, caught: str
 ) -> None:
     lease = paused(guard)
-    with library.outer():
-        with pytest.raises(Exception, match=r"duplicate key|Stop"), lease.transaction(library.target):
+    with caller.outer():
+        with pytest.raises(Exception, match=r"duplicate key|Stop"), lease.transaction(caller.target):
             if caught == "outside":
-                library.execute(INSERT)
-            with pytest.raises(Exception, match="duplicate key"), library.inner():
-                library.execute(INSERT)
+                caller.execute(INSERT)
+            with pytest.raises(Exception, match="duplicate key"), caller.inner():
+                caller.execute(INSERT)
             raise Stop("Stop")
         expire(db)
         assert isinstance(take(guard), Held)
-        library.execute(UPDATE)
+        caller.execute(UPDATE)
     assert db.execute("select owner from t").fetchone() == ("first",)
     assert isinstance(take(guard), Grant)
 
@@ -184,39 +101,39 @@ def test_it_stays_fenced_at_every_isolation_level(
 
 
 def test_a_proof_inside_a_savepoint_is_refused_and_one_before_it_is_not(
-    guard: SyncGuard, library: Library, db: Any
+    guard: SyncGuard, caller: Caller, db: Any
 ) -> None:
     lease = paused(guard)
     lease.run_key, lease.run_ttl = "once", 60.0
     for prove in (lease.fenced, lease.complete, lambda target: lease.transaction(target).__enter__()):
-        with library.outer():
-            with pytest.raises(InSavepoint, match="before its first savepoint") as refused, library.inner():
-                prove(library.target)
+        with caller.outer():
+            with pytest.raises(InSavepoint, match="before its first savepoint") as refused, caller.inner():
+                prove(caller.target)
             assert isinstance(refused.value, NotInTransaction)
             assert (refused.value.key, refused.value.what) == ("k", "lease.fenced()")
-    with library.outer():
-        lease.fenced(library.target)
-        with library.inner():
-            library.execute(UPDATE)
-            lease.fenced(library.target)
-        with pytest.raises(Stop), library.inner():
-            library.execute(UPDATE)
-            lease.fenced(library.target)
+    with caller.outer():
+        lease.fenced(caller.target)
+        with caller.inner():
+            caller.execute(UPDATE)
+            lease.fenced(caller.target)
+        with pytest.raises(Stop), caller.inner():
+            caller.execute(UPDATE)
+            lease.fenced(caller.target)
             raise Stop
         expire(db)
         assert isinstance(take(guard), Held)
     assert not lease.lost
 
 
-def test_a_refused_proof_lets_nothing_of_its_savepoint_commit(guard: SyncGuard, library: Library, db: Any) -> None:
+def test_a_refused_proof_lets_nothing_of_its_savepoint_commit(guard: SyncGuard, caller: Caller, db: Any) -> None:
     """Also where the error is swallowed."""
     lease = paused(guard)
     with pytest.raises(Exception, match=r"abort|rollback|rolled back|until the end|transaction"):
-        with library.outer(), library.inner():
-            library.execute("insert into t values (2, 'late')")
+        with caller.outer(), caller.inner():
+            caller.execute("insert into t values (2, 'late')")
             with pytest.raises(InSavepoint):
-                lease.fenced(library.target)
-            library.execute(UPDATE)
+                lease.fenced(caller.target)
+            caller.execute(UPDATE)
     assert db.execute("select owner from t").fetchall() == [("nobody",)]
 
 
@@ -241,13 +158,8 @@ def test_with_the_proof_inside_the_savepoint_two_transactions_would_commit_under
 
 
 def renewed(guard: SyncGuard, lease: Lease) -> None:
-    assert guard.store.renew([_renewal(lease)]) == {lease.lock_id: True}
-
-
-def _renewal(lease: Lease) -> Any:
-    from celery_syncguard.core.store import Renewal
-
-    return Renewal(key=lease.key, lock_id=lease.lock_id, ttl=lease.ttl)
+    renewal = Renewal(key=lease.key, lock_id=lease.lock_id, ttl=lease.ttl)
+    assert guard.store.renew([renewal]) == {lease.lock_id: True}
 
 
 @contextmanager
@@ -349,23 +261,23 @@ def test_several_leases_are_proved_in_one_transaction_each_for_itself(
 
 
 def test_a_completion_in_a_savepoint_shares_the_fate_of_the_rows_in_it(
-    guard: SyncGuard, library: Library, db: Any
+    guard: SyncGuard, caller: Caller, db: Any
 ) -> None:
     lease = paused(guard)
     lease.run_key, lease.run_ttl = "once", 60.0
     state = "select (select count(*) from t), (select count(*) from syncguard_completions)"
-    with library.outer():
-        with pytest.raises(Stop), lease.transaction(library.target):
-            assert lease.complete(library.target) is True
-            library.execute("insert into t values (2, 'x')")
+    with caller.outer():
+        with pytest.raises(Stop), lease.transaction(caller.target):
+            assert lease.complete(caller.target) is True
+            caller.execute("insert into t values (2, 'x')")
             raise Stop
         expire(db)
         assert isinstance(take(guard), Held)
     assert db.execute(state).fetchone() == (1, 0)
     db.execute("update syncguard_locks set expires_at_ms = 1e15")
-    with library.outer(), lease.transaction(library.target):
-        assert lease.complete(library.target) is True
-        library.execute("insert into t values (2, 'x')")
+    with caller.outer(), lease.transaction(caller.target):
+        assert lease.complete(caller.target) is True
+        caller.execute("insert into t values (2, 'x')")
     assert db.execute(state).fetchone() == (2, 1)
 
 
@@ -376,7 +288,7 @@ def test_an_atomic_block_without_a_savepoint_is_the_transaction_itself(guard: Sy
     from django.db import transaction
 
     lease = paused(guard)
-    with django_alias(pg_dsn) as alias, transaction.atomic(using=alias):
+    with django_database(pg_dsn) as alias, transaction.atomic(using=alias):
         with transaction.atomic(using=alias, savepoint=False):
             lease.fenced(alias)
         expire(db)
@@ -391,7 +303,7 @@ def test_in_djangos_test_case_code_is_proved_and_refused_as_it_is_without_the_te
     from django.test import TestCase
 
     leases = [paused(guard, key) for key in "abcde"]
-    with django_alias(pg_dsn) as alias:
+    with django_database(pg_dsn) as alias:
 
         class Test(TestCase):
             databases = {alias}
@@ -430,30 +342,30 @@ def test_a_transaction_that_sqlalchemy_began_by_itself_is_refused_as_by_its_own_
     lease = guard.try_acquire("k")
     assert lease is not None
     owner = "select owner from t"
-    with make(pg_dsn) as library:
-        library.execute(owner)
+    with make(pg_dsn) as caller:
+        caller.execute(owner)
         with pytest.raises(sqlalchemy.exc.InvalidRequestError):
-            library.outer()  # SQLAlchemy's own
+            caller.outer()  # SQLAlchemy's own
         with (
             pytest.raises(sqlalchemy.exc.InvalidRequestError, match=r"rollback\(\) first"),
-            lease.transaction(library.target),
+            lease.transaction(caller.target),
         ):
             raise AssertionError("the block was entered")
         # The remedies: end it first, or commit it oneself.
-        library.target.rollback()
-        with lease.transaction(library.target):
-            library.execute(UPDATE)
+        caller.target.rollback()
+        with lease.transaction(caller.target):
+            caller.execute(UPDATE)
         assert db.execute(owner).fetchone() == ("first",)
-        library.execute(owner)
-        lease.fenced(library.target)
-        library.execute("update t set owner = 'again'")
-        library.target.commit()
+        caller.execute(owner)
+        lease.fenced(caller.target)
+        caller.execute("update t set owner = 'again'")
+        caller.target.commit()
         assert db.execute(owner).fetchone() == ("again",)
         # One that was begun explicitly is the caller's to commit.
-        with library.outer():
-            library.execute(owner)
-            with lease.transaction(library.target):
-                library.execute("update t set owner = 'nested'")
+        with caller.outer():
+            caller.execute(owner)
+            with lease.transaction(caller.target):
+                caller.execute("update t set owner = 'nested'")
         assert db.execute(owner).fetchone() == ("nested",)
 
 

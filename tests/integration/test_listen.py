@@ -5,7 +5,6 @@ from __future__ import annotations
 import select
 import statistics
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,12 +16,6 @@ from celery_syncguard.core import clock
 from celery_syncguard.core.store import Buried
 from celery_syncguard.testing import hold_elsewhere
 from tests.fixtures.polling import poll
-
-
-@pytest.fixture
-def guard(pg_dsn: str) -> Iterator[SyncGuard]:
-    with SyncGuard(pg_dsn) as guard:
-        yield guard
 
 
 def wait_for(guard: SyncGuard, key: str, *, wait: float = 30.0) -> float:

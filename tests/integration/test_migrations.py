@@ -297,7 +297,9 @@ def by_psql(dsn: str, text: str) -> None:
 
 
 def psql(dsn: str, text: str, *options: str) -> subprocess.CompletedProcess[str]:
-    program = servers.postgres_bin() / "psql"
+    # Not every distribution of the server has it; any version of it reads our SQL.
+    folders = [servers.postgres_bin(), servers.postgres_bin(system=False)]
+    program = next(folder / "psql" for folder in folders if (folder / "psql").exists())
     command = [program, "-X", "-q", "-v", "ON_ERROR_STOP=1", *options, "-d", dsn, "-f", "-"]
     return subprocess.run(command, input=text, text=True, capture_output=True)
 

@@ -17,7 +17,7 @@ from kombu.common import Broadcast
 
 from celery_syncguard import LockedTask
 from celery_syncguard.core.memory import MemoryStore
-from celery_syncguard.tasks import app_state, delivery, header, publishing
+from celery_syncguard.tasks import app_state, delivery, publishing, queues
 from celery_syncguard.testing import hold_elsewhere
 from tests.fixtures.polling import poll
 
@@ -124,7 +124,7 @@ def test_what_brokers_noted_on_a_message_is_not_published_again(in_memory, body)
 
 def test_without_the_filter_rabbitmq_is_told_of_the_old_way(in_memory, monkeypatch):
     """The negative control: by such a header RabbitMQ takes the second return for a circle, and drops the message."""
-    monkeypatch.setattr(header, "_NOTED", re.compile("nothing"))
+    monkeypatch.setattr(queues, "_NOTED", re.compile("nothing"))
     assert "x-death" in published_again(in_memory, comes_back, **NOTED)
 
 
@@ -156,7 +156,7 @@ def test_a_task_that_gets_the_headers_of_another_one_has_keys_of_its_own(in_memo
     after = in_memory.take()
     assert after.headers["x-mine"] == "kept"
     assert after.headers["syncguard"].pop("call") != before.headers["syncguard"]["call"]
-    assert after.headers["syncguard"] == {"key": "other:2"}
+    assert after.headers["syncguard"] == {"v": 1, "key": "other:2"}
 
 
 def test_what_is_sent_by_name_with_the_headers_of_another_one_has_keys_of_its_own(in_memory):
@@ -172,7 +172,7 @@ def test_what_is_sent_by_name_with_the_headers_of_another_one_has_keys_of_its_ow
     after = in_memory.take()
     assert after.headers["x-mine"] == "kept"
     assert after.headers["syncguard"].pop("call") != before.headers["syncguard"]["call"]
-    assert after.headers["syncguard"] == {"key": "given", "given": ["key"]}
+    assert after.headers["syncguard"] == {"v": 1, "key": "given", "given": ["key"]}
 
 
 @pytest.mark.parametrize("again", [True, False])
@@ -233,7 +233,7 @@ def test_a_new_publish_under_an_old_task_id_is_new_work(in_memory):
 
 def test_without_a_name_for_each_publish_the_second_one_is_taken_for_a_copy(in_memory, monkeypatch):
     """The negative control."""
-    monkeypatch.setattr(publishing, "_begin_call", lambda header, call: None)
+    monkeypatch.setattr(publishing, "_new_call_id", lambda call: None)
     gated = Gated(in_memory.app)
     gated.task.apply_async((1,), task_id="t")
     with gated.running(in_memory, in_memory.take()):

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,12 +22,6 @@ from celery_syncguard.core.store import Acquire, Grant
 from celery_syncguard.testing import FakeClock
 from tests.fixtures.polling import poll
 from tests.fixtures.proxy import Proxy
-
-
-@pytest.fixture
-def guard(pg_dsn: str) -> Iterator[SyncGuard]:
-    with SyncGuard(pg_dsn) as guard:
-        yield guard
 
 
 def acquire(guard: SyncGuard, key: str = "k", *, ttl: float = 30.0) -> Lease:

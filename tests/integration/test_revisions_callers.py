@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import closing
 
 import psycopg
 import pytest
 import sqlalchemy
-from psycopg.rows import dict_row
 from sqlalchemy import orm
 
 from celery_syncguard import revisions
 from celery_syncguard.postgres.adapters import NotInTransaction, adapter_for
-
-Begin = Callable[[], AbstractContextManager[Any]]
+from tests.fixtures.callers import (
+    AUTOCOMMIT,
+    Open,
+    autocommit_psycopg,
+    django_alias,
+    django_connection,
+    django_database,
+    engine_of,
+    psycopg_autocommit,
+    psycopg_connection,
+    psycopg_pipeline,
+    psycopg_raw_cursor,
+    sqlalchemy_connection,
+    sqlalchemy_scoped_session,
+    sqlalchemy_session,
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,156 +45,16 @@ def dsn(pg_server) -> Iterator[str]:
     pg_server.execute(f"drop database {name} with (force)")
 
 
-@contextmanager
-def psycopg_connection(dsn: str) -> Iterator[Begin]:
-    with closing(psycopg.connect(dsn)) as connection:
-
-        @contextmanager
-        def begin():
-            with connection.transaction():
-                yield connection
-
-        yield begin
-
-
-@contextmanager
-def psycopg_autocommit_connection(dsn: str) -> Iterator[Begin]:
-    with closing(psycopg.connect(dsn, autocommit=True, row_factory=dict_row)) as connection:
-
-        @contextmanager
-        def begin():
-            with connection.transaction():
-                yield connection
-
-        yield begin
-
-
-@contextmanager
-def psycopg_raw_cursor(dsn: str) -> Iterator[Begin]:
-    with closing(psycopg.connect(dsn, cursor_factory=psycopg.RawCursor)) as connection:
-
-        @contextmanager
-        def begin():
-            with connection.transaction(), connection.cursor() as cursor:
-                yield cursor
-
-        yield begin
-
-
-@contextmanager
-def psycopg_pipeline(dsn: str) -> Iterator[Begin]:
-    with closing(psycopg.connect(dsn, autocommit=True)) as connection, connection.pipeline():
-
-        @contextmanager
-        def begin():
-            with connection.transaction():
-                connection.execute("select 1")  # not answered yet when our statement is sent
-                yield connection
-
-        yield begin
-
-
-@contextmanager
-def engine_of(dsn: str, **options: Any) -> Iterator[sqlalchemy.Engine]:
-    engine = sqlalchemy.create_engine("postgresql+psycopg://", creator=lambda: psycopg.connect(dsn), **options)
-    try:
-        yield engine
-    finally:
-        engine.dispose()
-
-
-@contextmanager
-def sqlalchemy_connection(dsn: str) -> Iterator[Begin]:
-    with engine_of(dsn) as engine:
-        yield engine.begin
-
-
-@contextmanager
-def sqlalchemy_session(dsn: str) -> Iterator[Begin]:
-    with engine_of(dsn) as engine:
-        yield orm.sessionmaker(engine).begin
-
-
-@contextmanager
-def sqlalchemy_scoped_session(dsn: str) -> Iterator[Begin]:
-    with engine_of(dsn) as engine:
-        sessions = orm.scoped_session(orm.sessionmaker(engine))
-
-        @contextmanager
-        def begin():
-            with sessions.begin():
-                yield sessions
-
-        yield begin
-        sessions.remove()
-
-
-@contextmanager
-def django_alias(dsn: str) -> Iterator[str]:
-    """Add the database to those of Django, under a name of its own, whatever other tests have configured."""
-    import django
-    from django.conf import settings
-    from django.db import ConnectionHandler, connections
-
-    if not settings.configured:
-        settings.configure(DATABASES={}, USE_TZ=True)
-    django.setup()
-    info = psycopg.conninfo.conninfo_to_dict(dsn)
-    alias = f"test_{uuid.uuid4().hex[:8]}"
-    database = {
-        "ENGINE": "django.db.backends.postgresql",
-        "NAME": info["dbname"],
-        "USER": info.get("user", ""),
-        "PASSWORD": info.get("password", ""),
-        "HOST": info.get("host", ""),
-        "PORT": info.get("port", ""),
-    }
-    connections.databases[alias] = ConnectionHandler({"default": database}).databases["default"]
-    try:
-        yield alias
-    finally:
-        connections[alias].close()
-        del connections.databases[alias]
-
-
-@contextmanager
-def django_connection(dsn: str) -> Iterator[Begin]:
-    from django.db import connections, transaction
-
-    with django_alias(dsn) as alias:
-
-        @contextmanager
-        def begin():
-            with transaction.atomic(using=alias):
-                yield connections[alias]
-
-        yield begin
-
-
-@contextmanager
-def django_name(dsn: str) -> Iterator[Begin]:
-    from django.db import transaction
-
-    with django_alias(dsn) as alias:
-
-        @contextmanager
-        def begin():
-            with transaction.atomic(using=alias):
-                yield alias
-
-        yield begin
-
-
 KINDS = [
     psycopg_connection,
-    psycopg_autocommit_connection,
+    psycopg_autocommit,
     psycopg_raw_cursor,
     psycopg_pipeline,
     sqlalchemy_connection,
     sqlalchemy_session,
     sqlalchemy_scoped_session,
     django_connection,
-    django_name,
+    django_alias,
 ]
 
 
@@ -191,9 +63,9 @@ class Stop(Exception):
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__)
-def begin(request: pytest.FixtureRequest, dsn: str) -> Iterator[Begin]:
-    with request.param(dsn) as begin:
-        yield begin
+def begin(request: pytest.FixtureRequest, dsn: str) -> Iterator[Open]:
+    with request.param(dsn) as caller:
+        yield caller.begin
 
 
 @pytest.mark.parametrize(
@@ -302,73 +174,6 @@ def test_pull_and_purge_work_in_the_callers_transaction(begin):
 # --- autocommit -----------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def autocommit_psycopg(dsn: str) -> Iterator[Any]:
-    with closing(psycopg.connect(dsn, autocommit=True)) as connection:
-        yield connection
-
-
-@contextmanager
-def autocommit_psycopg_cursor(dsn: str) -> Iterator[Any]:
-    with autocommit_psycopg(dsn) as connection:
-        yield connection.cursor()
-
-
-@contextmanager
-def autocommit_psycopg_pipeline(dsn: str) -> Iterator[Any]:
-    with autocommit_psycopg(dsn) as connection, connection.pipeline():
-        connection.execute("select 1")
-        yield connection
-
-
-@contextmanager
-def autocommit_sqlalchemy(dsn: str) -> Iterator[Any]:
-    with engine_of(dsn) as engine, engine.connect() as connection:
-        yield connection.execution_options(isolation_level="AUTOCOMMIT")
-
-
-@contextmanager
-def autocommit_sqlalchemy_with_begin(dsn: str) -> Iterator[Any]:
-    with engine_of(dsn, isolation_level="AUTOCOMMIT") as engine, engine.begin() as connection:
-        yield connection
-
-
-@contextmanager
-def autocommit_sqlalchemy_session(dsn: str) -> Iterator[Any]:
-    with engine_of(dsn, isolation_level="AUTOCOMMIT") as engine, orm.Session(engine) as session:
-        yield session
-
-
-@contextmanager
-def autocommit_django(dsn: str) -> Iterator[Any]:
-    from django.db import connections
-
-    with django_alias(dsn) as alias:
-        yield connections[alias]
-
-
-@contextmanager
-def autocommit_django_after_atomic(dsn: str) -> Iterator[Any]:
-    from django.db import transaction
-
-    with django_alias(dsn) as alias:
-        with transaction.atomic(using=alias):
-            pass
-        yield alias
-
-
-AUTOCOMMIT = [
-    autocommit_psycopg,
-    autocommit_psycopg_cursor,
-    autocommit_psycopg_pipeline,
-    autocommit_sqlalchemy,
-    autocommit_sqlalchemy_with_begin,
-    autocommit_sqlalchemy_session,
-    autocommit_django,
-    autocommit_django_after_atomic,
-]
-
-
 @pytest.mark.parametrize("kind", AUTOCOMMIT, ids=lambda kind: kind.__name__)
 def test_autocommit_without_a_transaction_is_refused_before_any_write(dsn, kind):
     owner = uuid.uuid4()
@@ -409,7 +214,7 @@ def test_a_connection_that_begins_by_itself_is_in_a_transaction(dsn):
 
 def test_transaction_opens_one_that_commits_and_nests_as_a_savepoint(dsn):
     owner = uuid.uuid4()
-    with engine_of(dsn) as engine, django_alias(dsn) as alias:
+    with engine_of(dsn) as engine, django_database(dsn) as alias:
         with engine.connect() as connection, orm.Session(engine) as session, autocommit_psycopg(dsn) as plain:
             for count, conn in enumerate((plain, connection, session, alias)):
                 adapter = adapter_for(conn)

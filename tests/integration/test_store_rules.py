@@ -18,8 +18,8 @@ from celery_syncguard.core.key import new_lock_id
 from celery_syncguard.core.store import Acquire, Buried, Done, Grant, Held, Release, Renewal
 from celery_syncguard.postgres import migrate
 from celery_syncguard.postgres.store import PostgresStore
-from celery_syncguard.testing import race_threads
 from tests.fixtures.polling import poll
+from tests.fixtures.races import race_threads
 
 Connection = psycopg.Connection[Any]
 
@@ -308,7 +308,7 @@ def wal_bytes(session: Connection, call: str) -> int:
     row = session.execute(f"explain (analyze, wal, format json) select * from {call}".encode()).fetchone()
     assert row is not None
     plan = row[0] if isinstance(row[0], list) else json.loads(row[0])
-    return int(plan[0]["TaskKeys"]["WAL Bytes"])
+    return int(plan[0]["Plan"]["WAL Bytes"])
 
 
 def test_a_blocked_acquire_writes_nothing(store: PostgresStore, session: Connection) -> None:

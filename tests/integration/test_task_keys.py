@@ -17,6 +17,7 @@ from kombu.exceptions import EncodeError
 from celery_syncguard import ImproperlyConfigured, InvalidKey, LockedTask
 from celery_syncguard.dedup import send_task
 from celery_syncguard.tasks import app_state
+from celery_syncguard.tasks.header import Header
 
 
 @pytest.fixture
@@ -161,15 +162,13 @@ def test_a_key_is_the_same_before_and_after_the_serializer(app, value, option):
         """Nothing runs it."""
 
     overrides = {"lock_key": template} if option == "lock_key" else {}
-    entry = "key" if option == "lock_key" else "claim"
-    before = {}
-    f.plan().complete(f, before, (value,), {}, overrides)
+    before, _ = f.plan().complete(f, Header(), (value,), {}, overrides)
     app.send_task(f.name, [value])
     ((headers, (args, kwargs, _)),) = published(app)
     assert "syncguard" not in headers
-    after = {}
-    f.plan().complete(f, after, args, kwargs, overrides)
-    assert before[entry] == after[entry]
+    after, _ = f.plan().complete(f, Header(), args, kwargs, overrides)
+    assert before.lock_key or before.claim_key
+    assert before == after
 
 
 def test_an_enum_counts_by_its_value_and_what_cannot_be_sent_is_refused_as_it_would_be(app):
@@ -182,9 +181,8 @@ def test_an_enum_counts_by_its_value_and_what_cannot_be_sent_is_refused_as_it_wo
     def g(value):
         """Nothing runs it."""
 
-    header = {}
-    f.plan().complete(f, header, (Colour.RED,), {}, {})
-    assert header["key"] == "red"
+    header, _ = f.plan().complete(f, Header(), (Colour.RED,), {}, {})
+    assert header.lock_key == "red"
     for value in [object(), {1, 2, object()}]:
         with pytest.raises(EncodeError):
             g.delay(value)
@@ -589,9 +587,8 @@ def test_a_key_is_the_same_for_every_attempt_and_every_way_to_publish(app, value
         # Sent by name, without our header.
         app.send_task(f.name, [value], **options)
         ((_, (args, kwargs, _)),) = published(app)
-        header = {}
-        f.plan().complete(f, header, tuple(args), kwargs, {}, serializer=serializer)
-        keys.append(header["key"])
+        header, _ = f.plan().complete(f, Header(), tuple(args), kwargs, {}, serializer=serializer)
+        keys.append(header.lock_key)
         assert len(set(keys)) == 1, keys
 
     compare(lambda task, args, kwargs: f"x:{args}:{kwargs}")
@@ -609,9 +606,8 @@ def test_without_the_serializer_s_form_attempts_differ(app, monkeypatch):
 
     f.delay((1, 2))
     ((headers, (args, kwargs, _)),) = published(app)
-    again = {}
-    f.plan().complete(f, again, tuple(args), kwargs, {})
-    assert (headers["syncguard"]["key"], again["key"]) == ("x:(1, 2)", "x:[1, 2]")
+    again, _ = f.plan().complete(f, Header(), tuple(args), kwargs, {})
+    assert (headers["syncguard"]["key"], again.lock_key) == ("x:(1, 2)", "x:[1, 2]")
 
 
 def test_plain_arguments_are_not_serialized_for_their_key(app, monkeypatch):
@@ -620,9 +616,8 @@ def test_plain_arguments_are_not_serialized_for_their_key(app, monkeypatch):
         """Nothing runs it."""
 
     monkeypatch.setattr("celery_syncguard.tasks.options.serialization.dumps", lambda *args, **kwargs: 1 / 0)
-    header = {}
-    f.plan().complete(f, header, (1, "a", None, 1.5, True), {"n": 2}, {})
-    assert header["key"] == "x:(1, 'a', None, 1.5, True):{'n': 2}"
+    header, _ = f.plan().complete(f, Header(), (1, "a", None, 1.5, True), {"n": 2}, {})
+    assert header.lock_key == "x:(1, 'a', None, 1.5, True):{'n': 2}"
 
 
 # Long keys

@@ -87,7 +87,7 @@ def test_a_missing_server_is_a_failure_in_ci_and_a_loud_line_elsewhere(run_tests
     done = run_tests(*arguments, **({"CI": "true"} if ci else {}))
     assert done.returncode == (pytest.ExitCode.TESTS_FAILED if ci else pytest.ExitCode.OK), done.stdout + done.stderr
     assert "1 passed" in done.stdout
-    assert "1 TESTS DID NOT DELIVERY: a server is missing" in done.stdout
+    assert "1 TESTS DID NOT RUN: a server is missing" in done.stdout
     assert "RabbitMQ: install the package rabbitmq-server" in done.stdout.splitlines()
     assert "skipped" not in done.stdout
 
@@ -96,9 +96,9 @@ def test_a_missing_server_that_nobody_asked_for_is_no_matter(run_tests):
     """Not of the run either when only other tests were asked for, and not of one that has everything: the controls."""
     alone = run_tests("-k", "no_server", CI="true")
     assert alone.returncode == 0, alone.stdout + alone.stderr
-    assert "DID NOT DELIVERY" not in alone.stdout
+    assert "DID NOT RUN" not in alone.stdout
     given = run_tests(CI="true", SYNCGUARD_TEST_AMQP_URL="amqp://127.0.0.1:1//")
-    assert "DID NOT DELIVERY" not in given.stdout
+    assert "DID NOT RUN" not in given.stdout
     assert "AssertionError: it ran" in given.stdout
 
 

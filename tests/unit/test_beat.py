@@ -16,9 +16,10 @@ from celery.schedules import crontab
 from kombu import Connection, Producer
 
 from celery_syncguard import signals
+from celery_syncguard.beat.memory_slots import MemorySlots
 from celery_syncguard.beat.scheduler import LeaderScheduler, scheduler_class
 from celery_syncguard.beat.slot_sender import sending, undisturbed
-from celery_syncguard.beat.slots import PRUNED_AT_MOST, MemorySlots, Slot
+from celery_syncguard.beat.slots import PRUNED_AT_MOST, Slot
 from celery_syncguard.beat.timekeeper import Timekeeper
 from celery_syncguard.core import clock
 from celery_syncguard.errors import ImproperlyConfigured, StoreUnavailable

@@ -8,6 +8,7 @@ import statistics
 import pytest
 
 from celery_syncguard.tasks.delivery import Delivery
+from celery_syncguard.tasks.header import Header
 from celery_syncguard.tasks.options import TaskOptions
 
 
@@ -19,7 +20,7 @@ def _same_luck_every_time() -> None:
 def delays(bounds: object, *, held: int) -> list[float]:
     """What a message draws that found the lock held `held` times before."""
     options = TaskOptions().checked({"lock_retry_delay": bounds}, owner="a test")
-    run = Delivery(None, None, {"held": held} if held else {}, options)
+    run = Delivery(None, None, Header(held=held), options)
     return [run._delay() for _ in range(500)]
 
 
