@@ -148,12 +148,12 @@ def _check_worker(sender: Any = None, **_: Any) -> None:
     from celery_syncguard.tasks import worker
 
     if sender.app in _states:
-        _check_pool(pool_module(sender))
+        _check_pool(sender)
         worker.start(sender, state_of(sender.app))
 
 
-def _check_pool(module: str) -> None:
-    if module.partition(".")[0] == "celery_aio_pool":
+def _check_pool(worker: Any) -> None:
+    if pool_module(worker).partition(".")[0] == "celery_aio_pool":
         sys.stderr.write(
             "celery-syncguard: celery-aio-pool calls bodies in other threads than Celery's tracer, where nothing could be locked: "
             "start this worker with another pool, and let bodies call asyncio.run(...)\n"

@@ -339,7 +339,8 @@ class Delivery:
         signals.lock_acquired.send(sender=self.task, lease=lease)
         if self.options.lock_on_lost == "interrupt":
             self.interrupt = interrupt_for()
-            lease.on_lost = self.interrupt.fire
+            if self.interrupt is not None:
+                lease.on_lost = self.interrupt.fire
             if lease.lost_reason is not None:
                 # Lost before anybody could have been told.
                 raise lease.loss()
