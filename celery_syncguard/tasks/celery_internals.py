@@ -53,9 +53,7 @@ def refuse_unfit_worker(task: type) -> None:
     Relies on `celery.app.trace.task_has_custom` for that. Without it: not refused, and each such run logs an error.
     """
     has_custom = find("celery.app.trace:task_has_custom")
-    if has_custom is not None and not all(
-        has_custom(object.__new__(task), name) for name in ("__call__", "before_start")
-    ):
+    if has_custom is not None and not has_custom(object.__new__(task), "__call__"):
         raise unfit("celery", "its tracer does not call the __call__ of a task")
 
 
