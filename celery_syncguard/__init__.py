@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from celery_syncguard.postgres.adapters import InSavepoint, NotInTransaction
     from celery_syncguard.skipped import SKIPPED, Skipped
     from celery_syncguard.tasks.app_state import guard_for
+    from celery_syncguard.tasks.options import LockOptions
     from celery_syncguard.tasks.task import LockedTask
+    from celery_syncguard.tasks.typed import PublishedResult
 
 __version__ = "0.1.0"
 
@@ -42,9 +44,11 @@ _HOMES = {
     "LeaseLost": "errors",
     "LeaseNotVisible": "errors",
     "LockHeld": "errors",
+    "LockOptions": "tasks.options",
     "LockedTask": "tasks.task",
     "NoLease": "errors",
     "NotInTransaction": "postgres.adapters",
+    "PublishedResult": "tasks.typed",
     "SKIPPED": "skipped",
     "SchemaBehind": "errors",
     "Skipped": "skipped",
@@ -66,9 +70,11 @@ __all__ = [
     "LeaseLost",
     "LeaseNotVisible",
     "LockHeld",
+    "LockOptions",
     "LockedTask",
     "NoLease",
     "NotInTransaction",
+    "PublishedResult",
     "SchemaBehind",
     "Skipped",
     "StoreUnavailable",

@@ -1,4 +1,4 @@
-"""Slots in the memory of this process, with the rules of the SQL functions (`migrations/0002`)."""
+"""Slots in the memory of this process, with the rules of the SQL functions (`migrations/0003`)."""
 
 from __future__ import annotations
 

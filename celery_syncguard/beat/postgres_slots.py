@@ -1,4 +1,4 @@
-"""Slots in PostgreSQL, by the functions of `migrations/0002`, and which slots belong to which lock store."""
+"""Slots in PostgreSQL, by the functions of `migrations/0003`, and which slots belong to which lock store."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ __all__ = [
 
 _NAMESPACE = uuid.UUID("6f8f5c0e-3a0b-5d57-9a0c-0f6d2b1c7e55")
 
-#: The most slots that one `prune` deletes in PostgreSQL (`p_limit` in `migrations/0002`), so that it is over soon.
+#: The most slots that one `prune` deletes in PostgreSQL (`p_limit` in `migrations/0003`), so that it is over soon.
 PRUNED_AT_MOST = 10_000
 
 

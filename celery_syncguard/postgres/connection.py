@@ -206,7 +206,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         if self._direct is None:
             # A pooler that gives each transaction another server connection answers for none of them in particular: the
             # process id that it told us is none of theirs.
-            self.pgconn.send_query_params(b"SELECT pg_backend_pid()", [])
+            self.pgconn.send_query_params(b"select pg_backend_pid()", [])
             self._direct = self._answer().get_value(0, 0) == str(self.pgconn.backend_pid).encode()
         if not self._direct:
             return None

@@ -27,20 +27,20 @@ Connection: TypeAlias = psycopg.Connection[Any]
 
 #: Created before the first migration, by whoever runs it.
 _RECORDS = """\
-CREATE TABLE IF NOT EXISTS syncguard_migrations (
-  name TEXT PRIMARY KEY,
-  checksum TEXT NOT NULL,
-  applied_at TIMESTAMPTZ NOT NULL DEFAULT clock_timestamp()
+create table if not exists syncguard_migrations (
+  name text primary key,
+  checksum text not null,
+  applied_at timestamptz not null default clock_timestamp()
 )"""
 
 #: Outside a transaction a local setting is gone by the next statement, and the tables would land anywhere.
 _ONE_TRANSACTION = """\
-DO $$
-BEGIN
-  IF current_setting('search_path') NOT LIKE '%, pg_temp' THEN
-    RAISE EXCEPTION 'run this in one transaction, for example with psql -1 -v ON_ERROR_STOP=1';
-  END IF;
-END
+do $$
+begin
+  if current_setting('search_path') not like '%, pg_temp' then
+    raise exception 'run this in one transaction, for example with psql -1 -v ON_ERROR_STOP=1';
+  end if;
+end
 $$;"""
 
 
@@ -58,17 +58,17 @@ class Migration:
     @property
     def functions(self) -> tuple[str, ...]:
         """The functions that it makes."""
-        return tuple(re.findall(r"^CREATE (?:OR REPLACE )?FUNCTION (\w+)", self.text, flags=re.MULTILINE))
+        return tuple(re.findall(r"^create (?:or replace )?function (\w+)", self.text, flags=re.MULTILINE))
 
     @property
     def tables(self) -> tuple[str, ...]:
         """The tables that it makes."""
-        return tuple(re.findall(r"^CREATE TABLE (?:IF NOT EXISTS )?(\w+)", self.text, flags=re.MULTILINE))
+        return tuple(re.findall(r"^create table (?:if not exists )?(\w+)", self.text, flags=re.MULTILINE))
 
     @property
     def indexes(self) -> tuple[str, ...]:
         """The named indexes that it makes. Without the one on lock_id, a fenced transaction does not hold its lease."""
-        pattern = r"^CREATE (?:UNIQUE )?INDEX (?:IF NOT EXISTS )?(\w+)"
+        pattern = r"^create (?:unique )?index (?:if not exists )?(\w+)"
         return tuple(re.findall(pattern, self.text, flags=re.MULTILINE))
 
 
@@ -128,11 +128,11 @@ def migrate(conninfo: str, *, schema: str | None = None, warn: Callable[[str], o
         for migration in migrations():
             with conn.transaction():
                 # Runners take turns; the second finds the record.
-                conn.execute("SELECT pg_advisory_xact_lock(hashtext('syncguard_migrations'))")
+                conn.execute("select pg_advisory_xact_lock(hashtext('syncguard_migrations'))")
                 _enter_schema(conn, schema, create=True)
                 conn.execute(_RECORDS)
                 row = conn.execute(
-                    "INSERT INTO syncguard_migrations (name, checksum) VALUES (%s, %s) ON CONFLICT DO NOTHING RETURNING 1",
+                    "insert into syncguard_migrations (name, checksum) values (%s, %s) on conflict do nothing returning 1",
                     (migration.name, migration.checksum),
                 ).fetchone()
                 if row is not None:
@@ -163,17 +163,17 @@ def _enter_schema(conn: Connection, schema: str | None, *, create: bool = False)
     """For this transaction, make `schema` (or the first of the search path) the only one besides pg_catalog."""
     if schema is not None and create:
         # IF NOT EXISTS would ask for the right to create schemas even where there is nothing to create.
-        there = conn.execute("SELECT 1 FROM pg_catalog.pg_namespace WHERE nspname = %s", (schema,)).fetchone()
+        there = conn.execute("select 1 from pg_catalog.pg_namespace where nspname = %s", (schema,)).fetchone()
         if there is None:
-            conn.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema)))
+            conn.execute(sql.SQL("create schema {}").format(sql.Identifier(schema)))
     if schema is None:
-        row = conn.execute("SELECT current_schema()").fetchone()
+        row = conn.execute("select current_schema()").fetchone()
         schema = row[0] if row is not None else None
         if schema is None:
             if not create:
                 return None
             raise SchemaBehind("the search path names no schema that exists: set syncguard_schema")
-    conn.execute(sql.SQL("SET LOCAL search_path TO {}, pg_temp").format(sql.Identifier(schema)))
+    conn.execute(sql.SQL("set local search_path to {}, pg_temp").format(sql.Identifier(schema)))
     return schema
 
 
@@ -186,18 +186,18 @@ def state(conn: Connection, *, schema: str | None = None) -> SchemaState:
         objects: set[str] = set()
         if found is not None:
             there = conn.execute(
-                "SELECT 1 FROM pg_catalog.pg_tables WHERE schemaname = %s AND tablename = 'syncguard_migrations'",
+                "select 1 from pg_catalog.pg_tables where schemaname = %s and tablename = 'syncguard_migrations'",
                 (found,),
             ).fetchone()
             if there is not None:
-                applied = dict(conn.execute("SELECT name, checksum FROM syncguard_migrations").fetchall())
+                applied = dict(conn.execute("select name, checksum from syncguard_migrations").fetchall())
             objects = {
                 name
                 for (name,) in conn.execute(
-                    "SELECT p.proname FROM pg_catalog.pg_proc p WHERE p.pronamespace = "
-                    "(SELECT oid FROM pg_catalog.pg_namespace WHERE nspname = %(schema)s) "
-                    "UNION ALL SELECT tablename FROM pg_catalog.pg_tables WHERE schemaname = %(schema)s "
-                    "UNION ALL SELECT indexname FROM pg_catalog.pg_indexes WHERE schemaname = %(schema)s",
+                    "select p.proname from pg_catalog.pg_proc p where p.pronamespace = "
+                    "(select oid from pg_catalog.pg_namespace where nspname = %(schema)s) "
+                    "union all select tablename from pg_catalog.pg_tables where schemaname = %(schema)s "
+                    "union all select indexname from pg_catalog.pg_indexes where schemaname = %(schema)s",
                     {"schema": found},
                 ).fetchall()
             }
@@ -258,16 +258,16 @@ def copyable_sql(*, schema: str | None = None) -> str:
         "-- celery-syncguard: everything, in order. Run it once, in one transaction (psql -1 -v ON_ERROR_STOP=1).",
     ]
     if schema is not None:
-        parts.append(f"CREATE SCHEMA IF NOT EXISTS {_identifier(schema)};")
-    parts.append("SELECT set_config('syncguard.search_path', current_setting('search_path'), TRUE);")
-    parts.append(f"SELECT set_config('search_path', {path} || ', pg_temp', TRUE);")
+        parts.append(f"create schema if not exists {_identifier(schema)};")
+    parts.append("select set_config('syncguard.search_path', current_setting('search_path'), true);")
+    parts.append(f"select set_config('search_path', {path} || ', pg_temp', true);")
     parts.append(_ONE_TRANSACTION)
     parts.append(_RECORDS + ";")
     for one in migrations():
         parts.append(f"-- {one.name}")
-        parts.append(f"INSERT INTO syncguard_migrations (name, checksum) VALUES ('{one.name}', '{one.checksum}');")
+        parts.append(f"insert into syncguard_migrations (name, checksum) values ('{one.name}', '{one.checksum}');")
         parts.append(one.text.rstrip())
-    parts.append("SELECT set_config('search_path', current_setting('syncguard.search_path'), TRUE);")
+    parts.append("select set_config('search_path', current_setting('syncguard.search_path'), true);")
     return "\n\n".join(parts) + "\n"
 
 

@@ -53,20 +53,20 @@ WARN_FENCE = 90_000_000_000_000
 
 #: With numbered places for `Connection.call`, others for a cursor.
 _QUERIES = {
-    "acquire": "SELECT to_json({}syncguard_acquire($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13))",
-    "renew": "SELECT lock_id, expires_at_ms FROM {}syncguard_renew(%s, %s, %s)",
-    "release": "SELECT to_json({}syncguard_release($1, $2, $3, $4, $5, $6, $7, $8, $9))",
-    "release_process": "SELECT to_json({}syncguard_release_process($1))",
-    "list": "SELECT * FROM {}syncguard_list(%s, %s)",
-    "prune": "SELECT to_json({}syncguard_prune($1, $2))",
-    "wait": "SELECT to_json({}syncguard_wait($1, $2))",
+    "acquire": "select to_json({}syncguard_acquire($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13))",
+    "renew": "select lock_id, expires_at_ms from {}syncguard_renew(%s, %s, %s)",
+    "release": "select to_json({}syncguard_release($1, $2, $3, $4, $5, $6, $7, $8, $9))",
+    "release_process": "select to_json({}syncguard_release_process($1))",
+    "list": "select * from {}syncguard_list(%s, %s)",
+    "prune": "select to_json({}syncguard_prune($1, $2))",
+    "wait": "select to_json({}syncguard_wait($1, $2))",
     # Without waiting for the disk: its confirmation waits, before which nobody relies on it.
-    "claim": "SELECT to_json(claim) FROM set_config('synchronous_commit', 'off', TRUE), "
-    "{}syncguard_claim($1, $2, $3, $4, $5, $6) AS claim",
-    "confirm": "SELECT to_json({}syncguard_confirm($1, $2, $3))",
-    "unclaim": "SELECT to_json({}syncguard_unclaim($1, $2))",
-    "fenced": "SELECT {}syncguard_fenced(%s, %s, %s, %s)",
-    "complete": "SELECT {}syncguard_complete(%s, %s, %s, %s)",
+    "claim": "select to_json(claim) from set_config('synchronous_commit', 'off', true), "
+    "{}syncguard_claim($1, $2, $3, $4, $5, $6) as claim",
+    "confirm": "select to_json({}syncguard_confirm($1, $2, $3))",
+    "unclaim": "select to_json({}syncguard_unclaim($1, $2))",
+    "fenced": "select {}syncguard_fenced(%s, %s, %s, %s)",
+    "complete": "select {}syncguard_complete(%s, %s, %s, %s)",
 }
 
 #: Which server, database and schema a connection leads to, for comparing and for people. Addresses differ by the way in.

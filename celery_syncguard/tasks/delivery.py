@@ -126,9 +126,10 @@ class Delivery:
         self._guard_found: Any = None
 
     @classmethod
-    def of(cls, task: Any, request: Any, header: Header, args: Any, kwargs: Any) -> Delivery:
-        """For the delivery that `request` describes. Computes the keys that its message's header lacks."""
-        header, options = task.plan().complete(task, header, args, kwargs, {}, serializer=header.serializer)
+    def of(cls, task: Any, request: Any, args: Any, kwargs: Any) -> Delivery:
+        """For the delivery that `request` describes. Computes the keys that its message lacks."""
+        header = Header.of(request.headers)
+        header, options = task.plan().complete(task, header, args, kwargs, {})
         return cls(task, request, header, options)
 
     @classmethod
@@ -375,7 +376,8 @@ class Delivery:
         # A process that is being ended: whether the message comes again is for the main process to know.
         again = again or self._will_autoretry(failure) or (failure is not None and not isinstance(failure, Exception))
         claim_key = None
-        if self.options.dedup_until != "ttl" and not (again and self._keeps_claim(failure)):
+        following = self._header_after(failure)
+        if self.options.dedup_until != "ttl" and not (again and following.claim_key == self.header.claim_key):
             claim_key = self.header.claim_key
         if claim_key == self.claim_passed_on:
             claim_key = None
@@ -383,7 +385,8 @@ class Delivery:
             self._end_claim(claim_key)
             return
         lease.on_lost = None
-        key_passed_on = self.key_passed_on or (again and self._keeps_key(failure))
+        # Without a key, as it was sent by name, the next attempt may need the same lock.
+        key_passed_on = self.key_passed_on or (again and following.lock_key in (None, self.header.lock_key))
         by_itself = _ended_by_itself(failure) and not lease.lost
         run_key, run_ttl = None, None
         if self.run_key is not None:
@@ -439,15 +442,13 @@ class Delivery:
         if claim_key is not None and (until == "ttl" or (until == "done" and self.lease is None)):
             self._confirmer.confirm(claim_key, task_id=self.request.id, ttl=self.options.dedup_ttl)
 
-    def _keeps_claim(self, failure: BaseException | None) -> bool:
-        """Whether the next attempt goes on under this claim. One with other arguments may have another."""
-        following = _header_after(failure)
-        return following is None or following.claim_key == self.header.claim_key
-
-    def _keeps_key(self, failure: BaseException | None) -> bool:
-        """Whether the next attempt needs the same lock. Without a header, as it was sent by name, it may."""
-        following = _header_after(failure)
-        return following is None or following.lock_key in (None, self.header.lock_key)
+    def _header_after(self, failure: BaseException | None) -> Header:
+        """The header of the next attempt, which may have other arguments. Raises nothing: a release must follow."""
+        signature = failure.sig if isinstance(failure, Retry) else None
+        try:
+            return self.header if signature is None else Header.of(signature.options.get("headers"))
+        except SyncGuardError:
+            return Header()
 
     def _end_claim(self, claim_key: str | None) -> None:
         if claim_key is None:
@@ -658,17 +659,6 @@ def seconds_until(app: Any, moment: Any, countdown: float | None) -> float | Non
     if isinstance(moment, (str, datetime)):
         moment = (instant(app, moment) - app.now()).total_seconds()
     return None if moment is None else float(moment)
-
-
-def _header_after(failure: BaseException | None) -> Header | None:
-    """The header of the next attempt, if `failure` says that one was sent and which. Raises nothing: a release must follow."""
-    signature = failure.sig if isinstance(failure, Retry) else None
-    if signature is None:
-        return None
-    try:
-        return Header.of(signature.options.get("headers"))
-    except SyncGuardError:
-        return Header()
 
 
 def _ended_by_itself(failure: BaseException | None) -> bool:

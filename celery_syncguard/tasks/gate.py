@@ -25,7 +25,6 @@ from celery_syncguard.core.events import logger
 from celery_syncguard.errors import ImproperlyConfigured, SyncGuardError
 from celery_syncguard.tasks.celery_internals import AUTORETRY, errback_request, protect, traced_request
 from celery_syncguard.tasks.delivery import Delivery
-from celery_syncguard.tasks.header import Header
 
 __all__ = ["install", "was_passed"]
 
@@ -117,13 +116,11 @@ def _pass(task: Any, request: Any, call: Any, args: Any, kwargs: Any) -> Any:
         return result
 
     def chain() -> Any:
-        return Delivery.of(task, request, header, args, kwargs).execute(body)
+        return Delivery.of(task, request, args, kwargs).execute(body)
 
     setattr(request, _GATE, _PASSED)
     protect(request, protected=False)  # a plain call in before_start may have set it
     try:
-        # Outside of autoretry: the next attempt could not read it either.
-        header = Header.of(request.headers)
         autoretry = task.__dict__.get(AUTORETRY)
         return chain() if autoretry is None else autoretry(chain)
     finally:

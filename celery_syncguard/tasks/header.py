@@ -25,12 +25,11 @@ HEADER = "syncguard"
 #: The highest version that is understood here. A header without one has version 1.
 VERSION = 1
 
-
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Header(NamedTuple):
-    """Our entries of one message. All are optional; `_ENTRIES` has their names on the wire.
+    """Our entries of one message. All are optional; `_ENTRIES` has their names and types on the wire.
 
     A named tuple, as each publish and each delivery makes some: a frozen dataclass takes four times as long.
     """
@@ -70,16 +69,32 @@ class Header(NamedTuple):
         # The exact type first: asking the abstract one takes a microsecond.
         if type(entries) is not dict and not isinstance(entries, Mapping):
             raise ImproperlyConfigured(f"the header {HEADER!r} of a message is a mapping, got {entries!r:.80}")
-        if "v" in entries:
-            _version(entries["v"], "v in the header of a message")  # before the entries, whose types it may change
+        version = entries.get("v")
+        # Before the other entries, whose types it may change.
+        if type(version) is int and version > VERSION:
+            raise ImproperlyConfigured(
+                f"the header of a message has version {version}, and this process reads versions up to {VERSION}: upgrade "
+                f"the workers before the publishers"
+            )
         values: dict[str, Any] = {}
         unknown = {}
         for name, value in entries.items():
-            if (entry := _ENTRIES.get(name)) is None:
+            if name not in _ENTRIES:
                 unknown[name] = value
+                continue
+            attribute, fits, expected = _ENTRIES[name]
+            if fits is None:
+                values[attribute] = None if value is None else public_key(value, what=name + _IN)
+            elif fits(value):
+                values[attribute] = value
             else:
-                attribute, read, what = entry
-                values[attribute] = read(value, what)
+                raise ImproperlyConfigured(f"{name}{_IN} is {expected}, got {value!r:.80}")
+        for name in ("lock_key", "dedup_key", "run_once") if "options" in values else ():
+            # Templates are the task's: one from a message could make a text of any size, and read attributes of arguments.
+            if isinstance(values["options"].get(name), str):
+                raise InvalidKey(f"options{_IN} have a template for {name}: send the key itself, or leave it out")
+        if "given" in values:
+            values["given"] = tuple(values["given"])
         if unknown:
             values["unknown"] = unknown
         return cls(**values)
@@ -112,76 +127,23 @@ class Header(NamedTuple):
         return fingerprint is not None and self.fingerprint is not None and fingerprint != self.fingerprint
 
 
-def _refusal(what: str, expected: str, value: Any) -> ImproperlyConfigured:
-    return ImproperlyConfigured(f"{what} is {expected}, got {value!r:.80}")
+_IN = " in the header of a message"
 
-
-def _key(value: Any, what: str) -> str | None:
-    return None if value is None else public_key(value, what=what)
-
-
-def _bool(value: Any, what: str) -> bool:
-    if value is True or value is False:
-        return value
-    raise _refusal(what, "true or false", value)
-
-
-def _count(value: Any, what: str) -> int:
-    if type(value) is int and value >= 0:
-        return value
-    raise _refusal(what, "a whole number from 0", value)
-
-
-def _text(value: Any, what: str) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    raise _refusal(what, "text", value)
-
-
-def _texts(value: Any, what: str) -> tuple[str, ...]:
-    if isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value):
-        return tuple(value)
-    raise _refusal(what, "a list of texts", value)
-
-
-def _options(value: Any, what: str) -> Mapping[str, Any]:
-    """Templates are the task's: one from a message could make a text of any size, and read attributes of arguments."""
-    if not isinstance(value, Mapping):
-        raise _refusal(what, "a mapping", value)
-    for name in ("lock_key", "dedup_key", "run_once"):
-        if isinstance(value.get(name), str):
-            raise InvalidKey(
-                f"the header of a message carries a template for {name}: send the key itself, or leave it out"
-            )
-    return value
-
-
-def _version(value: Any, what: str) -> int:
-    if type(value) is not int or value < 1:
-        raise _refusal(what, "a whole number from 1", value)
-    if value > VERSION:
-        raise ImproperlyConfigured(
-            f"the header of a message has version {value}, and this process reads versions up to {VERSION}: upgrade the "
-            f"workers before the publishers"
-        )
-    return value
-
-
-#: Name on the wire, attribute, reader; in the order of the attributes. The reader says which type the entry has; null
-#: stands for a missing text.
-_ENTRIES: dict[str, tuple[str, Callable[[Any, str], Any], str]] = {
-    name: (attribute, read, f"{name} in the header of a message")
-    for name, attribute, read in (
-        ("key", "lock_key", _key),
-        ("run", "run_key", _key),
-        ("claim", "claim_key", _key),
-        ("call", "call_id", _key),
-        ("claimed", "claimed", _bool),
-        ("print", "fingerprint", _key),
-        ("options", "options", _options),
-        ("held", "held", _count),
-        ("given", "given", _texts),
-        ("serializer", "serializer", _text),
-        ("v", "version", _version),
-    )
+#: By name on the wire, in the order of the attributes: the attribute, and what its value has to be. None: a key, or null.
+_ENTRIES: dict[str, tuple[str, Callable[[Any], bool] | None, str]] = {
+    "key": ("lock_key", None, ""),
+    "run": ("run_key", None, ""),
+    "claim": ("claim_key", None, ""),
+    "call": ("call_id", None, ""),
+    "claimed": ("claimed", lambda value: type(value) is bool, "true or false"),
+    "print": ("fingerprint", None, ""),
+    "options": ("options", lambda value: isinstance(value, Mapping), "a mapping"),
+    "held": ("held", lambda value: type(value) is int and value >= 0, "a whole number from 0"),
+    "given": (
+        "given",
+        lambda value: isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value),
+        "a list of texts",
+    ),
+    "serializer": ("serializer", lambda value: value is None or isinstance(value, str), "text"),
+    "v": ("version", lambda value: type(value) is int and value > 0, "a whole number from 1"),
 }

@@ -12,17 +12,10 @@ from typing import Any
 from celery_syncguard.core.config import DEFAULT_TTL
 from celery_syncguard.core.key import task_key
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey
+from celery_syncguard.tasks.arguments import Parameters, Template, arguments_key, as_sent, fingerprint
 from celery_syncguard.tasks.body import signature_of
 from celery_syncguard.tasks.header import Header
-from celery_syncguard.tasks.options import (
-    Parameters,
-    TaskOptions,
-    Template,
-    arguments_key,
-    as_sent,
-    fingerprint,
-    portable,
-)
+from celery_syncguard.tasks.options import TaskOptions, portable
 
 __all__ = ["TaskKeys"]
 
@@ -42,19 +35,19 @@ class TaskKeys:
         self._parameters = Parameters(signature)
         self._entries = self._entries_of(options)
         self._templates = {
-            name: Template(value, self._parameters, what=name)
+            (name, text): Template(text, self._parameters, what=name)
             for name in _ENTRIES
-            if isinstance(value := getattr(options, name), str)
+            if isinstance(text := getattr(options, name), str)
         }
 
     @classmethod
-    def of_class(cls, task: type, *, lock_ttl: float | None, own: Any = None) -> TaskKeys:
-        """`own` is as `signature_of` has it.
+    def of_class(cls, task: type, *, lock_ttl: float = DEFAULT_TTL, own: Any = None) -> TaskKeys:
+        """`lock_ttl` is the default for that option, `own` is as `signature_of` has it.
 
         Raises:
-            ImproperlyConfigured: an option that cannot be meant, or a template that does not fit the signature.
+            ImproperlyConfigured: an invalid option, or a template that does not fit the signature.
         """
-        options = TaskOptions.of_class(task, lock_ttl=DEFAULT_TTL if lock_ttl is None else lock_ttl)
+        options = TaskOptions.of_class(task, lock_ttl=lock_ttl)
         return cls(options, signature_of(task, own), getattr(task, "run", None) if own is None else own)
 
     def complete(
@@ -64,13 +57,11 @@ class TaskKeys:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         overrides: Mapping[str, Any],
-        *,
-        serializer: str | None = None,
     ) -> tuple[Header, TaskOptions]:
         """The header with the keys that it lacks and with the overrides; the options for this call.
 
         Raises:
-            InvalidKey, ImproperlyConfigured: a key that cannot be made, an option that cannot be meant.
+            InvalidKey, ImproperlyConfigured: a key that cannot be made, an invalid option.
             TypeError: the arguments do not fit the task.
         """
         options = self.options
@@ -84,18 +75,19 @@ class TaskKeys:
                 for name, value in portable(carried).items()
                 if not (name in _ENTRIES and isinstance(value, str))
             }
+        serializer: str | None = None
         dumped: tuple[Sequence[Any], Mapping[str, Any]] | None = None
         for name, entry, attribute, source in self._entries if options is self.options else self._entries_of(options):
             if getattr(header, attribute) is not None and name not in overrides:
                 continue
             if dumped is None:
                 dump = getattr(task, "_dump_pydantic_arguments", None)
-                serializer = serializer or task.serializer or task.app.conf.task_serializer
+                serializer = header.serializer or task.serializer or task.app.conf.task_serializer
                 plain_args, plain_kwargs = dump(args, kwargs) if dump is not None else (args, kwargs)
                 dumped = as_sent(plain_args, plain_kwargs, serializer)
             new[attribute] = self._key(task, name, source, *dumped, serializer=serializer)
             if entry != "key" and source is not True:
-                new["fingerprint"] = self._fingerprint(*dumped)
+                new["fingerprint"] = fingerprint(self._parameters, *dumped)
             if name in overrides and entry not in header.given:
                 new["given"] = (*new.get("given", header.given), entry)
         if new:
@@ -111,12 +103,6 @@ class TaskKeys:
         # run_once=True goes by the task's id.
         return [one for one in entries if one[3] and not (one[0] == "run_once" and one[3] is True)]
 
-    def _fingerprint(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-        try:
-            return fingerprint(self._parameters.bind(args, kwargs))
-        except TypeError:
-            return None  # that they do not fit is for others to say
-
     def _key(
         self,
         task: Any,
@@ -131,14 +117,12 @@ class TaskKeys:
             assert serializer is not None  # `complete` has found it
             return arguments_key(task.name, serializer, self._parameters.bind(args, kwargs))
         if isinstance(source, str):
-            template = self._templates.get(name)
-            if template is None or getattr(self.options, name) != source:
-                template = Template(source, self._parameters, what=name)
+            template = self._templates.get((name, source)) or Template(source, self._parameters, what=name)
             return template.render(args, kwargs)
         try:
             key = source(task, args, kwargs)
         except Exception as exc:
             raise InvalidKey(f"{task.name}: the {name} callable raised {exc!r}") from exc
         if not isinstance(key, str):
-            raise InvalidKey(f"{task.name}: the {name} callable answered with {type(key).__name__}, not with text")
+            raise InvalidKey(f"{task.name}: the {name} callable returned {type(key).__name__}, not text")
         return task_key(key, what=name)

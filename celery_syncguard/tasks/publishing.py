@@ -26,19 +26,18 @@ from celery_syncguard.core.events import logger
 from celery_syncguard.core.key import new_lock_id, task_key
 from celery_syncguard.core.process import default_holder
 from celery_syncguard.core.store import Claim
-from celery_syncguard.errors import DuplicateTask, SyncGuardError
+from celery_syncguard.errors import DuplicateTask, ImproperlyConfigured, SyncGuardError
 from celery_syncguard.skipped import SKIPPED, Skipped, marker_for
 from celery_syncguard.tasks import app_state
 from celery_syncguard.tasks.confirmer import UNCONFIRMED_TTL
 from celery_syncguard.tasks.delivery import DELIVERY, life, seconds_until
 from celery_syncguard.tasks.header import Header
-from celery_syncguard.tasks.options import TaskOptions
+from celery_syncguard.tasks.options import DEFAULTS, OnDuplicate, Seconds, TaskOptions, take_overrides
 from celery_syncguard.tasks.publisher_confirms import ask_for_confirms
 from celery_syncguard.tasks.queues import without_way
+from celery_syncguard.tasks.typed import PublishedResult
 
 __all__ = ["begun", "follows", "publish", "send_task"]
-
-_DEFAULTS = TaskOptions()
 
 
 def publish(
@@ -50,7 +49,7 @@ def publish(
     call: dict[str, Any],
     send: Callable[..., Any],
     task: Any = None,
-) -> Any:
+) -> PublishedResult:
     """Send one message, claimed first if its header has a claim.
 
     Arguments:
@@ -110,7 +109,7 @@ def publish(
     if request is not None and request.id == task_id and hasattr(request, DELIVERY):
         # A body put this in its own place (`self.replace`), under its id and so under its claim.
         getattr(request, DELIVERY).claim_passed_on = key
-    return _marked(result, duplicate=False, holder=None)
+    return result
 
 
 def _confirm(app: Any, key: str, *, task_id: str, ttl: float) -> None:
@@ -149,7 +148,7 @@ def _duplicate(
     header: Header,
     call: dict[str, Any],
     send: Callable[..., Any],
-) -> Any:
+) -> PublishedResult:
     """The existing task's result, unless the message has to be sent all the same."""
     if header.differs(claim.fingerprint):
         logger.warning("%s: task %s has claimed %r with other arguments than these", name, claim.task_id, claim.key)
@@ -178,13 +177,13 @@ def _duplicate(
     return _marked(result_cls(claim.task_id), duplicate=True, holder=claim.holder)
 
 
-def _sent(header: Header, call: dict[str, Any], send: Callable[..., Any]) -> Any:
+def _sent(header: Header, call: dict[str, Any], send: Callable[..., Any]) -> PublishedResult:
     call["headers"] = header.into(call["headers"])
-    return send(**call)
+    return _marked(send(**call), duplicate=False, holder=None)
 
 
-def _sent_unclaimed(header: Header, call: dict[str, Any], send: Callable[..., Any]) -> Any:
-    return _marked(_sent(header._replace(claim_key=None), call, send), duplicate=False, holder=None)
+def _sent_unclaimed(header: Header, call: dict[str, Any], send: Callable[..., Any]) -> PublishedResult:
+    return _sent(header._replace(claim_key=None), call, send)
 
 
 def _waiting(call: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -238,7 +237,7 @@ def _quietly(work: Callable[[], object]) -> None:
         logger.warning("a claim could not be settled: %s", exc)
 
 
-def _marked(result: Any, *, duplicate: bool, holder: str | None) -> Any:
+def _marked(result: PublishedResult, *, duplicate: bool, holder: str | None) -> PublishedResult:
     if hasattr(result, "id"):
         result.duplicate = duplicate
         result.holder = holder
@@ -254,10 +253,10 @@ def send_task(
     lock_key: str | None = None,
     dedup_key: str | None = None,
     run_once: str | None = None,
-    dedup_ttl: float = _DEFAULTS.dedup_ttl,
-    dedup_on_duplicate: str = _DEFAULTS.dedup_on_duplicate,
+    dedup_ttl: Seconds = DEFAULTS.dedup_ttl,
+    dedup_on_duplicate: OnDuplicate = DEFAULTS.dedup_on_duplicate,
     **options: Any,
-) -> Any:
+) -> PublishedResult:
     """`app.send_task`, for a producer that does not have the task's code: the keys are given as they are.
 
     Arguments:
@@ -266,8 +265,12 @@ def send_task(
 
     Returns, raises: as `publish`.
     """
+    if unsent := take_overrides(options, owner="send_task"):
+        raise ImproperlyConfigured(
+            f"send_task: {', '.join(unsent)} cannot be given here: the worker's task has its own"
+        )
     app_state.attach(app)
-    ours = _DEFAULTS.replace({"dedup_ttl": dedup_ttl, "dedup_on_duplicate": dedup_on_duplicate})
+    ours = DEFAULTS.replace({"dedup_ttl": dedup_ttl, "dedup_on_duplicate": dedup_on_duplicate})
     # What a body hands on (`headers=self.request.headers`) is about the body's own message.
     header = Header(
         lock_key=None if lock_key is None else task_key(lock_key, what="lock_key"),

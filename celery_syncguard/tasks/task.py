@@ -6,8 +6,9 @@ locked one, whatever a subclass overrides, with or without `super()`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from celery import Task, current_task, uuid
 from celery.app.task import Context
@@ -21,19 +22,24 @@ from celery_syncguard.core.events import logger
 from celery_syncguard.core.key import Fence
 from celery_syncguard.core.lease import Lease
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, NoLease, SyncGuardError, TooManyDeaths
+from celery_syncguard.hlc import HybridLogicalClock
 from celery_syncguard.skipped import SKIPPED, wants_result
 from celery_syncguard.tasks import app_state, celery_internals, gate, publishing
 from celery_syncguard.tasks.delivery import DELIVERY, Answered, Delivery, check_outer
 from celery_syncguard.tasks.header import HEADER, Header
 from celery_syncguard.tasks.keys import TaskKeys
-from celery_syncguard.tasks.options import take_overrides
+from celery_syncguard.tasks.options import CallOptions, OptionDefaults, take_overrides
 from celery_syncguard.tasks.publisher_confirms import is_refusal
 from celery_syncguard.tasks.queues import queue_of
+from celery_syncguard.tasks.typed import PublishedResult, TaskSignature
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["LockedTask"]
 
 
-class LockedTask(Task):  # type: ignore[misc]
+class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
     """A task that runs under a lock. Options are class attributes or `apply_async` arguments; see the README's table.
 
     `self.lease` is the lease that the body runs under, `self.fence` its fence.
@@ -41,9 +47,6 @@ class LockedTask(Task):  # type: ignore[misc]
 
     abstract = True
     Request = "celery_syncguard.tasks.worker:GuardedRequest"
-
-    #: Required: a template such as "invoice:{invoice_id}", a callable (task, args, kwargs) -> str, or None for no lock.
-    lock_key: ClassVar[Any] = ...
 
     #: Whether STARTED is stored, as `track_started` and `task_track_started` say; `delivery.Delivery` does it.
     reports_start: ClassVar[bool] = False
@@ -82,7 +85,7 @@ class LockedTask(Task):  # type: ignore[misc]
         cls.track_started = False
         cls._plan = None
         # The default of lock_ttl is a setting, and settings may not be complete yet; all else is checked now.
-        TaskKeys.of_class(cls, lock_ttl=None)
+        TaskKeys.of_class(cls)
 
     def plan(self) -> TaskKeys:
         """What the options of this task come to."""
@@ -100,15 +103,15 @@ class LockedTask(Task):  # type: ignore[misc]
 
     def apply_async(  # noqa: PLR0917 - Celery's signature
         self,
-        args: Any = None,
-        kwargs: Any = None,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
         task_id: str | None = None,
         producer: Any = None,
         link: Any = None,
         link_error: Any = None,
         shadow: str | None = None,
-        **options: Any,
-    ) -> Any:
+        **options: Unpack[CallOptions],
+    ) -> PublishedResult:
         """As Celery's, and takes our options (`lock_key=…`, `dedup_key=…` and so on) for this call.
 
         Returns:
@@ -125,7 +128,7 @@ class LockedTask(Task):  # type: ignore[misc]
         try:
             return self._publish(args, kwargs, task_id, producer, link, link_error, shadow, **options)
         except Exception as exc:
-            call = dict(options, task_id=task_id)
+            call = {**options, "task_id": task_id}
             if _is_own_fault(exc) and publishing.follows(call) and not self.app.conf.task_always_eager:
                 return self._fail_unsent(exc, args, kwargs, link_error, call)
             raise
@@ -140,7 +143,7 @@ class LockedTask(Task):  # type: ignore[misc]
         link_error: Any,
         shadow: str | None,
         **options: Any,
-    ) -> Any:
+    ) -> PublishedResult:
         overrides = take_overrides(options)
         plan = self.plan()
         # What a body hands on to another task (`headers=self.request.headers`) is about the body's own message.
@@ -151,9 +154,7 @@ class LockedTask(Task):  # type: ignore[misc]
             raise TypeError(f"task args must be a list or tuple, got {type(args).__name__}")
         call: dict[str, Any] = dict(options, task_id=task_id)
         try:
-            header, task_options = plan.complete(
-                self, header, tuple(args or ()), dict(kwargs or {}), overrides, serializer=options.get("serializer")
-            )
+            header, task_options = plan.complete(self, header, tuple(args or ()), dict(kwargs or {}), overrides)
         except InvalidKey:
             if publishing.follows(call) or not publishing.begun(call):
                 raise
@@ -176,7 +177,9 @@ class LockedTask(Task):  # type: ignore[misc]
             run.key_passed_on = run.key_passed_on or header.lock_key == run.lock_key
         return result
 
-    def _fail_unsent(self, exc: Exception, args: Any, kwargs: Any, link_error: Any, call: dict[str, Any]) -> Any:
+    def _fail_unsent(
+        self, exc: Exception, args: Any, kwargs: Any, link_error: Any, call: dict[str, Any]
+    ) -> PublishedResult:
         """End this task, which could not be published after its parent, as a failure of its own, with all that waits for it."""
         task_id = call["task_id"] or uuid()
         # The head of a chain is given the root only.
@@ -202,24 +205,29 @@ class LockedTask(Task):  # type: ignore[misc]
             self.backend.mark_as_failure(task_id, exc, request=request, store_result=wants_result(self, request))
         except Exception:  # noqa: BLE001 - whatever a result backend raises: the parent has ended well
             logger.exception("the failure of %s[%s] could not be stored", self.name, task_id)
-        result = (call.get("result_cls") or self.AsyncResult)(task_id)
+        result: PublishedResult = (call.get("result_cls") or self.AsyncResult)(task_id)
         if call.get("add_to_parent", True) and current_task:
             current_task.add_trail(result)
         result.duplicate, result.holder = False, None
         return result
 
+    if TYPE_CHECKING:
+
+        def delay(self, *args: Any, **kwargs: Any) -> PublishedResult:
+            """As Celery's, which calls `apply_async`."""
+
+        def s(self, *args: Any, **kwargs: Any) -> TaskSignature: ...
+        def si(self, *args: Any, **kwargs: Any) -> TaskSignature: ...
+        def signature(self, args: Any = None, *starargs: Any, **starkwargs: Any) -> TaskSignature: ...
+
     def apply(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         """Run here and now, under the lock as in a worker. Takes our options too."""
         overrides = take_overrides(options)
         headers = options.get("headers") or {}
-        handed_on = (
-            "retries" not in options
-            and current_task
-            # A publish in an eager application has a call id of its own.
-            and headers.get(HEADER) == (current_task.request.headers or {}).get(HEADER)
-        )
+        before = (current_task.request.headers or {}) if current_task and "retries" not in options else {}
         try:
-            header = Header() if handed_on else Header.of(headers)
+            # What a body hands on is not for this task. A publish in an eager application has a call id of its own.
+            header = Header.of(headers) if headers.get(HEADER) != before.get(HEADER) else Header()
         except SyncGuardError:
             pass  # the task fails with it, as in a worker
         else:
@@ -280,14 +288,8 @@ class LockedTask(Task):  # type: ignore[misc]
             # Computed now, so that the end of this attempt knows whether its claim goes on.
             new_args = request.args if args is None else args
             new_kwargs = request.kwargs if kwargs is None else kwargs
-            header, _ = self.plan().complete(
-                self,
-                before.for_other_arguments(),
-                tuple(new_args or ()),
-                dict(new_kwargs or {}),
-                {},
-                serializer=options.get("serializer"),
-            )
+            header = before.for_other_arguments()._replace(serializer=options.get("serializer"))
+            header, _ = self.plan().complete(self, header, tuple(new_args or ()), dict(new_kwargs or {}), {})
             if header.claim_key == before.claim_key and before.claimed:
                 header = header._replace(claimed=True)
             options["headers"] = header.into(request.headers)
@@ -341,7 +343,7 @@ class LockedTask(Task):  # type: ignore[misc]
         return self.lease.fence
 
     @property
-    def hlc(self) -> Any:
+    def hlc(self) -> HybridLogicalClock:
         """The hybrid logical clock of this process, for stamping rows (setting `syncguard_hlc`)."""
         from celery_syncguard.stamps import clock_for
 

@@ -82,7 +82,7 @@ def test_equal_dicts_make_one_key_whatever_their_order_and_before_and_after_json
 
 def test_a_set_makes_the_same_key_in_every_process():
     program = (
-        "from celery_syncguard.tasks.options import Parameters, Template; import inspect\n"
+        "from celery_syncguard.tasks.arguments import Parameters, Template; import inspect\n"
         "template = Template('k:{value}', Parameters(inspect.signature(lambda value: 0)), what='lock_key')\n"
         "print(template.render(({'alpha', 'beta', 'gamma', 'delta'},), {}))"
     )

@@ -18,7 +18,6 @@ from celery_syncguard.core.store import Acquire, Claim, Held, Release
 from celery_syncguard.postgres.store import PostgresStore
 from celery_syncguard.tasks import app_state
 from celery_syncguard.tasks.delivery import Delivery
-from celery_syncguard.tasks.header import Header
 from tests.fixtures import soak
 from tests.fixtures.polling import poll
 from tests.fixtures.proxy import Proxy
@@ -191,7 +190,7 @@ def test_whatever_a_task_is_locked_by_the_claim_of_a_dead_host_ends_with_that_lo
     with app.connection() as connection:
         message = app.amqp.queues[app.conf.task_default_queue](connection.channel()).get(no_ack=True)
     request = Context(message.headers, delivery_info={}, called_directly=False)
-    run = Delivery.of(task, request, Header.of(request.headers), (1,), {})
+    run = Delivery.of(task, request, (1,), {})
     store = app_state.guard_for(app).store
     host = run._acquire(run.lock_key)
     assert not isinstance(store.acquire(dataclasses.replace(host, ttl=0.3)), Held)

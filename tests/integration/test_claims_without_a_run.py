@@ -108,11 +108,12 @@ def test_what_is_answered_without_its_body_ends_its_claim(app, is_free):
     assert is_free()
 
 
-def test_a_message_whose_keys_cannot_be_made_ends_its_claim(app, is_free):
-    """Sent by somebody who gave a claim and nothing else."""
+@pytest.mark.parametrize("unreadable", [{"key": 7}, {"v": 2}, {"options": 5}, {"held": "x"}], ids=str)
+def test_a_message_whose_header_cannot_be_read_ends_its_claim(app, is_free, unreadable):
+    """Sent by somebody who gave a claim and something that is wrong, or by a newer version."""
     f = make(app, failure=None, lock_key="{n}")
     assert app_state.guard_for(app).store.claim(CLAIM, task_id="t", ttl=600).ours
-    header = {"claim": CLAIM, "claimed": True, "key": 7}
+    header = {"claim": CLAIM, "claimed": True, **unreadable}
     result = super(LockedTask, f).apply((), task_id="t", headers={"syncguard": header})
     assert result.state == "FAILURE"
     assert is_free()

@@ -18,10 +18,10 @@ from celery import Celery, chain, chord, group
 from celery.beat import Scheduler
 from celery.exceptions import ImproperlyConfigured as CeleryMisconfigured
 
-from celery_syncguard import DuplicateTask, LockedTask, StoreUnavailable, signals
+from celery_syncguard import DuplicateTask, LockedTask, PublishedResult, StoreUnavailable, signals
 from celery_syncguard.core.store import Acquire, Release
 from celery_syncguard.dedup import send_task
-from celery_syncguard.errors import InvalidKey, LockHeld, TooManyDeaths
+from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, LockHeld, TooManyDeaths
 from celery_syncguard.skipped import SKIPPED, Skipped
 from celery_syncguard.tasks import app_state
 from tests.fixtures.cluster import ROOT
@@ -97,6 +97,23 @@ def test_the_second_publish_gets_the_first_tasks_result_and_is_not_queued(produc
     assert second.id == first.id != other.id
     assert first.id in second.holder
     assert [message.headers["id"] for message in producer.sent()] == [first.id, other.id]
+
+
+@pytest.mark.parametrize("how", ["plain", "result_cls", "eager", "by name"])
+def test_a_result_says_that_it_is_no_duplicate_also_without_a_dedup_key(producer, how):
+    class Mine(producer.app.AsyncResult):
+        """An application's own class of results."""
+
+    task = producer.task(dedup_key=None, lock_key=None)
+    producer.app.conf.task_always_eager = how == "eager"
+    if how in ("by name", "result_cls"):
+        own = {"result_cls": Mine} if how == "result_cls" else {}
+        result = send_task(producer.app, task.name, [1], lock_key="k", **own)
+    else:
+        result = task.delay(1)
+    assert (result.duplicate, result.holder) == (False, None)
+    assert isinstance(result, Mine) == (how == "result_cls")
+    assert isinstance(result, PublishedResult)
 
 
 def test_without_a_dedup_key_both_are_queued(producer):
@@ -418,6 +435,10 @@ def test_a_producer_without_the_tasks_code_gives_its_keys(producer):
         send_task(producer.app, "elsewhere.work", [1], dedup_key="k", dedup_on_duplicate="raise")
     with pytest.raises(InvalidKey):
         send_task(producer.app, "elsewhere.work", dedup_key="")
+    with pytest.raises(ImproperlyConfigured, match="send_task: unknown option dedup_kye; did you mean 'dedup_key'"):
+        send_task(producer.app, "elsewhere.work", dedup_kye="k")
+    with pytest.raises(ImproperlyConfigured, match="send_task: lock_ttl cannot be given here"):
+        send_task(producer.app, "elsewhere.work", dedup_key="another", lock_ttl=5)
     (message,) = producer.sent()
     assert {"key": "l", "claim": "k", "run": "r", "claimed": True}.items() <= message.headers["syncguard"].items()
     producer.flush()

@@ -13,7 +13,7 @@ from celery_syncguard.core.key import new_lock_id
 from celery_syncguard.core.memory import MemoryStore
 from celery_syncguard.core.store import Acquire, Buried, Grant
 from celery_syncguard.tasks import app_state
-from celery_syncguard.tasks.options import TaskOptions
+from celery_syncguard.tasks.options import DEFAULTS
 from tests.fixtures.polling import poll
 
 
@@ -187,7 +187,7 @@ def test_a_task_runs_after_four_deaths_and_fails_after_five_unless_told_otherwis
     def f():
         return "ran"
 
-    assert TaskOptions().lock_max_deaths == 5
+    assert DEFAULTS.lock_max_deaths == 5
     die(guard, "four", times=4)
     assert f.apply(task_id="four").get() == "ran"
     die(guard, "five", times=5)

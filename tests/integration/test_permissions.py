@@ -108,7 +108,7 @@ def test_without_any_grant_a_role_can_do_nothing_and_is_told_what_it_needs(roles
 
 def test_the_default_privileges_cover_tables_of_later_migrations(roles, monkeypatch):
     ours = migrate.migrations()
-    more = migrate.Migration("9000_create_more", "CREATE TABLE syncguard_more (x int);")
+    more = migrate.Migration("9000_create_more", "create table syncguard_more (x int);")
     monkeypatch.setattr(migrate, "migrations", lambda: [*ours, more])
     assert migrate.migrate(roles.dsn("migrator"), schema=SCHEMA) == [more.name]
     with Connection.connect(roles.dsn("worker"), autocommit=True) as conn:

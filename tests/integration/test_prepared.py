@@ -67,7 +67,7 @@ def test_functions_that_a_migration_replaces_are_seen_by_prepared_statements(pg_
         pairs(guard, 3)
         with admin.transaction():
             admin.execute(f"drop function {signature}")
-            admin.execute(definition.replace("RETURN TRUE;", "RETURN FALSE;"))
+            admin.execute(definition.replace("return true;", "return false;"))
         lease = guard.try_acquire("k")
         assert lease is not None
         assert lease.release() is False, "the control: the new one is what runs"

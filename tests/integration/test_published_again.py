@@ -6,11 +6,12 @@ import importlib.util
 import re
 import threading
 import uuid
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 import pytest
 from celery import Celery
 from celery.app.trace import build_tracer
+from celery.exceptions import Retry
 from celery.worker.request import Request
 from kombu import Consumer, Exchange, Queue
 from kombu.common import Broadcast
@@ -113,6 +114,36 @@ def published_again(desk, body, **noted):
     else:
         desk.run(received, task)
     return desk.take().headers
+
+
+@pytest.mark.parametrize(
+    "body", [comes_back, is_retried, is_retried_with_other_arguments], ids=lambda body: body.__name__
+)
+def test_the_entries_of_a_newer_publisher_go_on_with_the_message(in_memory, body):
+    """A worker that is not upgraded yet does not know them, but the one that gets the message next may."""
+    app = in_memory.app
+    task = app.task(base=LockedTask, bind=True, shared=False, name="work", lock_key="k")(body)
+    task.apply_async((1,))
+    received = in_memory.take()
+    received.headers["syncguard"]["new"] = {"a": [1]}
+    with hold_elsewhere(app_state.guard_for(app), "k") if body is comes_back else nullcontext():
+        in_memory.run(received, task)
+    again = in_memory.take().headers["syncguard"]
+    assert (again["new"], again["v"]) == ({"a": [1]}, 1)
+
+
+@pytest.mark.parametrize("lock_key", ["k", None])
+def test_lock_and_claim_end_though_the_header_of_the_next_attempt_cannot_be_read(in_memory, lock_key):
+    def body(self, n):
+        raise Retry(sig=self.signature_from_request(headers={"syncguard": {"v": 99, "claim": 5}}))
+
+    app = in_memory.app
+    task = app.task(base=LockedTask, bind=True, shared=False, name="work", lock_key=lock_key, dedup_key="d")(body)
+    task.apply_async((1,))
+    in_memory.run(in_memory.take(), task)
+    store = app_state.guard_for(app).store
+    assert not app_state.guard_for(app).locks()
+    assert store.claim("d", task_id="another", ttl=60).ours
 
 
 @HOW

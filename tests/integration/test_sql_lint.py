@@ -22,7 +22,7 @@ STATEMENT = re.compile(
     r"\b(?:select|insert\s+into|update|delete\s+from|create|alter|set\s+local|with)\b", re.IGNORECASE
 )
 FUNCTION = re.compile(
-    r"^CREATE (?:OR REPLACE )?FUNCTION (\w+)((?:(?!^CREATE).)*?)\bAS \$\$(.*?)\$\$", re.MULTILINE | re.DOTALL
+    r"^create (?:or replace )?function (\w+)((?:(?!^create).)*?)\bas \$\$(.*?)\$\$", re.MULTILINE | re.DOTALL
 )
 
 #: They wait in the caller's transaction, under the caller's lock_timeout; or they wait for nobody (SKIP LOCKED).
@@ -46,6 +46,12 @@ def quoted_placeholders(text: str) -> list[str]:
     return [literal for literal in literals if PLACEHOLDER.search(literal)]
 
 
+def capitals(text: str) -> list[str]:
+    """Lines of code that are not in lower case; comments, literals and quoted names may be."""
+    code = re.sub(r'"[^"]*"', '""', without_literals(text))
+    return [line for line in code.splitlines() if line != line.lower()]
+
+
 def functions(text: str) -> list[tuple[str, str, str]]:
     """(name, declaration, body) of each function."""
     return [(name, declaration, without_comments(body)) for name, declaration, body in FUNCTION.findall(text)]
@@ -53,7 +59,7 @@ def functions(text: str) -> list[tuple[str, str, str]]:
 
 def without_search_path(text: str) -> list[str]:
     """Functions that would look for what they name, ours or PostgreSQL's, wherever the caller's search path leads."""
-    return [name for name, declaration, _ in functions(text) if "SET search_path " not in declaration]
+    return [name for name, declaration, _ in functions(text) if "set search_path " not in declaration]
 
 
 def without_bound(text: str) -> list[str]:
@@ -61,8 +67,8 @@ def without_bound(text: str) -> list[str]:
     return [
         name
         for name, declaration, body in functions(text)
-        if re.search(r"\b(?:INSERT INTO|UPDATE|DELETE FROM)\b", body)
-        and "SET lock_timeout" not in declaration
+        if re.search(r"\b(?:insert into|update|delete from)\b", without_literals(body))
+        and "set lock_timeout" not in declaration
         and name not in UNBOUNDED
     ]
 
@@ -92,7 +98,7 @@ def sql_in(source: str) -> list[str]:
 
 def test_there_is_something_to_look_at():
     assert any(file.name == "0001_create_locks.sql" for file in FILES)
-    assert len(functions((migrate.folder() / "0001_create_locks.sql").read_text())) >= 12
+    assert sum(len(functions(file.read_text())) for file in FILES) >= 20
     statements = [text for module in MODULES for text in sql_in(module.read_text())]
     assert any("syncguard_acquire" in text for text in statements)
     assert len(statements) >= 10
@@ -107,6 +113,17 @@ def test_a_file_reads_no_clock_that_goes_stale_while_it_waits(file):
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.stem)
 def test_a_module_reads_no_clock_that_goes_stale_while_it_waits(module):
     assert [text for text in sql_in(module.read_text()) if stale_clocks(text)] == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_a_file_is_written_in_lower_case(file):
+    assert capitals(file.read_text()) == []
+
+
+def test_a_planted_capital_is_found():
+    text = "select 1; -- SELECT 2\nselect 'SELECT', \"Weird\"; /* OR */\n"
+    assert capitals(text) == []
+    assert capitals(text + "DELETE from t") == ["DELETE from t"]
 
 
 @pytest.mark.parametrize("file", [*FILES, *MODULES], ids=lambda file: file.stem)
@@ -129,7 +146,7 @@ def test_a_function_waits_for_a_row_no_longer_than_its_bound(file):
 def test_a_migration_can_run_inside_one_transaction(migration):
     text = without_literals(migration.text)
     outside = re.sub(r"\$\$.*?\$\$", "", text, flags=re.DOTALL)
-    assert not re.search(r"\b(?:BEGIN|COMMIT|ROLLBACK|CONCURRENTLY|VACUUM)\b", outside)
+    assert not re.search(r"\b(?:begin|commit|rollback|concurrently|vacuum)\b", outside, re.IGNORECASE)
     assert re.fullmatch(r"\d{4}(?:_[a-z]+)+", migration.name)
 
 
@@ -158,5 +175,5 @@ def test_a_planted_placeholder_in_a_literal_is_found(literal):
 
 def test_a_planted_function_without_a_search_path_or_a_bound_is_found():
     text = (migrate.folder() / "0001_create_locks.sql").read_text()
-    assert without_search_path(text.replace("SET search_path FROM CURRENT\n", "", 1)) == ["syncguard_fence_text"]
-    assert without_bound(text.replace("SET lock_timeout = '2s'\n", "", 1)) == ["syncguard_acquire"]
+    assert without_search_path(text.replace("set search_path from current", "", 1)) == ["syncguard_fence_text"]
+    assert without_bound(text.replace("set lock_timeout = '2s'", "", 1)) == ["syncguard_acquire"]

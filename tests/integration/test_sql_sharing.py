@@ -16,7 +16,7 @@ from celery_syncguard.postgres.store import PostgresStore
 from tests.fixtures.other_client import OtherClient
 from tests.fixtures.polling import poll
 
-ADVISORY = "PERFORM pg_advisory_xact_lock(hashtext(p_key));"
+ADVISORY = "perform pg_advisory_xact_lock(hashtext(p_key));"
 
 
 def request(key: str, *, ttl: float = 30.0, **facts: object) -> Acquire:
@@ -193,8 +193,8 @@ def test_a_late_renewal_does_not_revive_a_lease_that_the_other_client_is_taking(
 
 def test_without_a_look_at_the_advisory_lock_a_late_renewal_makes_two_holders(pg_dsn):
     """The negative control of the test above."""
-    remove_from_function(pg_dsn, "syncguard_renew", " OR pg_try_advisory_xact_lock(hashtext(k.key))")
-    remove_from_function(pg_dsn, "syncguard_renew", "k.expires_at_ms > syncguard_clock_ms()", leaving="TRUE")
+    remove_from_function(pg_dsn, "syncguard_renew", " or pg_try_advisory_xact_lock(hashtext(k.key))")
+    remove_from_function(pg_dsn, "syncguard_renew", "k.expires_at_ms > syncguard_clock_ms()", leaving="true")
     assert renew_while_the_other_client_takes(pg_dsn) is True
 
 

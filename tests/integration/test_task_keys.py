@@ -259,9 +259,9 @@ def test_keys_and_options_of_one_call_travel_in_the_message(app):
         ("x" * 513 + "\0", "512"),
         ("a\ud800b", "surrogate"),
         ("__syncguard_beat", "reserved"),
-        (7, "not with text"),
-        (None, "not with text"),
-        (b"bytes", "not with text"),
+        (7, "not text"),
+        (None, "not text"),
+        (b"bytes", "not text"),
     ],
     ids=["empty", "NUL", "long, with NUL", "surrogate", "reserved", "number", "none", "bytes"],
 )
@@ -317,11 +317,11 @@ def test_arguments_that_do_not_make_a_key_are_refused_before_anything_is_sent(ap
         ({"lock_key": None, "lock_min_hold": 5}, "lock_min_hold needs a lock_key"),
         (
             {"lock_key": "f", "lock_on_held": "skip", "dedup_key": "f", "dedup_until": "start"},
-            "would skip the very run that is to see what changed.*: use",
+            "would skip the run that has to see what changed.*: use",
         ),
         (
             {"run_once": "f", "dedup_key": "f", "dedup_until": "start"},
-            "would answer the run that is to see what changed.*: use",
+            "would answer the run that has to see what changed.*: use",
         ),
         ({"lock_key": None, "lock_max_deaths": 3}, "lock_max_deaths needs a lock_key or run_once"),
         ({"dedup_key": "f", "lock_max_deaths": 3}, "lock_max_deaths needs a lock_key or run_once"),
@@ -587,7 +587,7 @@ def test_a_key_is_the_same_for_every_attempt_and_every_way_to_publish(app, value
         # Sent by name, without our header.
         app.send_task(f.name, [value], **options)
         ((_, (args, kwargs, _)),) = published(app)
-        header, _ = f.plan().complete(f, Header(), tuple(args), kwargs, {}, serializer=serializer)
+        header, _ = f.plan().complete(f, Header(serializer=serializer), tuple(args), kwargs, {})
         keys.append(header.lock_key)
         assert len(set(keys)) == 1, keys
 
@@ -615,7 +615,7 @@ def test_plain_arguments_are_not_serialized_for_their_key(app, monkeypatch):
     def f(*args, **kwargs):
         """Nothing runs it."""
 
-    monkeypatch.setattr("celery_syncguard.tasks.options.serialization.dumps", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr("celery_syncguard.tasks.arguments.serialization.dumps", lambda *args, **kwargs: 1 / 0)
     header, _ = f.plan().complete(f, Header(), (1, "a", None, 1.5, True), {"n": 2}, {})
     assert header.lock_key == "x:(1, 'a', None, 1.5, True):{'n': 2}"
 

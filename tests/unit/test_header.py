@@ -6,12 +6,12 @@ import json
 
 import pytest
 from celery import Celery
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from celery_syncguard import LockedTask, errors
+from celery_syncguard.tasks.arguments import _formatter
 from celery_syncguard.tasks.header import _ENTRIES, HEADER, VERSION, Header
-from celery_syncguard.tasks.options import _formatter
 
 FULL = Header(
     lock_key="l",
@@ -103,6 +103,8 @@ def normal(text):
     return None if text is None else read(key=text).lock_key
 
 
+# A machine that is busy with other things draws slowly.
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.builds(
         Header,
@@ -251,7 +253,7 @@ def test_a_template_given_per_call_is_one_of_the_publishers_code(task):
 
 @pytest.mark.parametrize(("refused", "attempts"), [(True, 0), (False, 3)])
 def test_a_message_that_cannot_be_read_is_not_retried(app, refused, attempts):
-    """The next attempt could not read it either. The control is a message that can be read."""
+    """The next attempt could not be published with it. The control is a message that can be read."""
     ran = []
 
     @app.task(

@@ -9,7 +9,7 @@ import pytest
 
 from celery_syncguard.tasks.delivery import Delivery
 from celery_syncguard.tasks.header import Header
-from celery_syncguard.tasks.options import TaskOptions
+from celery_syncguard.tasks.options import DEFAULTS
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def _same_luck_every_time() -> None:
 
 def delays(bounds: object, *, held: int) -> list[float]:
     """What a message draws that found the lock held `held` times before."""
-    options = TaskOptions().checked({"lock_retry_delay": bounds}, owner="a test")
+    options = DEFAULTS.replace({"lock_retry_delay": bounds})
     run = Delivery(None, None, Header(held=held), options)
     return [run._delay() for _ in range(500)]
 
