@@ -5,10 +5,12 @@ starts.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
+from datetime import datetime, timezone
 from types import FrameType
 from typing import Any
 
@@ -24,16 +26,24 @@ __all__ = [
     "add_ready_state",
     "call_as_function",
     "call_chain",
+    "due_now",
     "errback_request",
     "get_ident",
+    "has_fields",
     "headers_of",
+    "heap_event",
     "instant",
+    "is_of_beat",
+    "is_system_zone",
     "outer_request",
     "pool_module",
     "protect",
     "refuse_unfit",
+    "refuse_unfit_beat",
     "refuse_unfit_worker",
+    "sync_noting",
     "traced_request",
+    "twin",
     "weave",
     "wrap_sending",
 ]
@@ -160,16 +170,16 @@ def wrap_sending(app: Any, kind: type, **arguments: Any) -> None:
 
 
 def instant(app: Any, moment: str | datetime) -> datetime:
-    """A moment as Celery takes `eta` and `expires`: a datetime or its ISO form, in the application's time zone unless it says.
+    """A moment as Celery takes `eta` and `expires`: a datetime or its ISO form, in UTC unless it says otherwise.
 
-    Relies on two functions of `celery.utils.time`. Without them: as `datetime.fromisoformat` and `replace`.
+    Relies on two functions of `celery.utils.time`. Without them: read by Python's own `datetime.fromisoformat`.
     """
     parse, localise = find("celery.utils.time:maybe_iso8601"), find("celery.utils.time:maybe_make_aware")
     if parse is not None and localise is not None:
         found: datetime = localise(parse(moment), app.timezone)
         return found
     found = datetime.fromisoformat(moment) if isinstance(moment, str) else moment
-    return found if found.tzinfo is not None else found.replace(tzinfo=app.timezone)
+    return found if found.tzinfo is not None else found.replace(tzinfo=timezone.utc)
 
 
 # Results
@@ -256,3 +266,94 @@ def pool_module(worker: Any) -> str:
     """
     implementation = find("celery.concurrency:get_implementation")
     return "" if implementation is None else str(implementation(worker.pool_cls).__module__)
+
+
+# Beat
+
+
+def refuse_unfit_beat() -> None:
+    """Raises ImproperlyConfigured, when a beat starts, if Celery's schedulers and schedules are not as ours extends them."""
+    names = (
+        "apply_async",
+        "apply_entry",
+        "is_due",
+        "populate_heap",
+        "reserve",
+        "schedules_equal",
+        "should_sync",
+        "tick",
+    )
+    require("celery", *(f"celery.beat:Scheduler.{name}" for name in names))
+    every = find("celery.schedules:schedule")
+    then = datetime(2000, 1, 1, tzinfo=timezone.utc)
+    if twin(every(60.0), nowfun=lambda: then).now() != then:
+        raise unfit("celery", "a schedule does not ask its nowfun for the time")
+
+
+def heap_event() -> Any:
+    """The class of what lies in the heap of a scheduler: time, priority, entry.
+
+    Relies on `celery.beat.event_t`, for schedulers that look into the heap. Without it: a tuple of ours with these names.
+    """
+    return find("celery.beat:event_t") or namedtuple("event_t", ("time", "priority", "entry"))  # noqa: PYI024
+
+
+def sync_noting(scheduler: Any) -> None:
+    """Have a scheduler write back its schedule, and note when it did.
+
+    Relies on `Scheduler._do_sync` of Celery. Without it: not noted, so that it writes more often.
+    """
+    getattr(scheduler, "_do_sync", scheduler.sync)()
+
+
+def twin(plan: Any, **attributes: Any) -> Any:
+    """A copy of a schedule with other attributes. `copy` would call its constructor, with what its `__reduce__` says.
+
+    Relies on schedules keeping what they are in their `__dict__`. One with slots is copied by `copy`.
+    """
+    if hasattr(plan, "__dict__"):
+        made = object.__new__(type(plan))
+        made.__dict__.update(plan.__dict__)
+    else:
+        made = copy.copy(plan)
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+def due_now(plan: Any) -> Any:
+    """A copy of a schedule that says that it is due.
+
+    Relies on `celery.schedules.schedstate`, which some read by name. Without it: a tuple, as documented.
+    """
+    state = find("celery.schedules:schedstate")
+    due = (True, 0.0) if state is None else state(is_due=True, next=0.0)
+    return twin(plan, is_due=lambda _last_run_at: due)
+
+
+def has_fields(plan: Any) -> bool:
+    """Whether a crontab has its fields as sets of numbers.
+
+    Relies on five attributes of it. Without them: no, and it is asked for one slot after the other, as any other schedule.
+    """
+    names = ("minute", "hour", "day_of_week", "day_of_month", "month_of_year")
+    return all(isinstance(getattr(plan, name, None), (set, frozenset)) for name in names)
+
+
+def is_system_zone(zone: Any) -> bool:
+    """Whether a time zone is Celery's own for the system's, which is an hour off around a change.
+
+    Relies on `celery.utils.time.LocalTimezone`. Without it: no, as with any zone that keeps to the rules.
+    """
+    return isinstance(zone, getattr(_time, "LocalTimezone", ()))
+
+
+_time = find("celery.utils.time")
+
+
+def is_of_beat(handler: Any) -> bool:
+    """Whether a handler of a signal is that of `celery beat`.
+
+    Relies on where it is written. If it is elsewhere: no, so that it stays, and ends beat when its tick is over.
+    """
+    return getattr(handler, "__module__", None) == "celery.apps.beat"
