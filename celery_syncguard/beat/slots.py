@@ -44,7 +44,7 @@ class Slot:
     due_at: datetime
 
     def task_id(self, leader_key: str) -> str:
-        """The id of the task that this slot is: the same, whoever sends it, however often."""
+        """The id of the task that this slot is: the same one each time it is sent, by any leader."""
         due_at = self.due_at.astimezone(timezone.utc).isoformat(timespec="microseconds")
         return str(uuid.uuid5(_NAMESPACE, f"{leader_key}\0{self.entry}\0{due_at}"))
 
@@ -59,21 +59,16 @@ class EntryRow:
     runs: int
 
     def state(self, entry: str, next_due_at: datetime | None, removed_at: datetime | None) -> EntryState:
-        """This row as anybody sees it, under its entry's name."""
-        return EntryState(
-            entry=entry,
-            schedule=self.schedule,
-            runs=self.runs,
-            last_due_at=self.last_due_at if self.runs else None,
-            # The next slot is written with a claim. What was claimed before a change says nothing about the new schedule.
-            next_due_at=next_due_at if self.last_due_at > self.since_at else None,
-            removed_at=removed_at,
-        )
+        """The same for people, with the rest of the row."""
+        last_due_at = self.last_due_at if self.runs else None
+        # The next slot is written with a claim. A claim before a change says nothing about the new schedule.
+        next_due_at = next_due_at if self.last_due_at > self.since_at else None
+        return EntryState(entry, self.schedule, self.runs, last_due_at, next_due_at, removed_at)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entered:
-    """The answer to a leader that says which entries it has. `now` is the store's clock."""
+    """What a leader that says which entries it has is told: their rows, and the store's clock."""
 
     now: datetime
     entries: Mapping[str, EntryRow]
@@ -81,7 +76,7 @@ class Entered:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claimed:
-    """`outcome` is "claimed" (send it), "taken" (it was sent or given up) or "lost" (you do not lead)."""
+    """`outcome` is "claimed" (send it), "taken" (it was sent or dropped) or "lost" (this process does not lead)."""
 
     outcome: str
     now: datetime
@@ -89,7 +84,7 @@ class Claimed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotRow:
-    """A slot as anybody sees it. `late`: seconds from due to sent, None if it was not sent."""
+    """A slot for people. `late`: seconds from due to sent, None if it was not sent."""
 
     entry: str
     due_at: datetime
@@ -103,11 +98,15 @@ class SlotRow:
     def late(self) -> float | None:
         return None if self.sent_at is None else (self.sent_at - self.due_at).total_seconds()
 
+    @property
+    def unsent(self) -> bool:
+        return self.sent_at is None and self.dropped_at is None
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EntryState:
-    """An entry as anybody sees it. `last_due_at`: its latest claimed slot, None before the first one. `next_due_at`: the
-    slot after that; None if it has none, or if its schedule has been changed since. `removed_at`: it left the schedule.
+    """An entry for people. `last_due_at`: its latest claimed slot, None before the first one. `next_due_at`: the slot
+    after that; None if it has none, or if its schedule has been changed since. `removed_at`: it left the schedule.
     """
 
     entry: str
@@ -120,7 +119,7 @@ class EntryState:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TermRow:
-    """One term as anybody sees it. `now` is the store's clock."""
+    """One term. `now` is the store's clock."""
 
     term: int
     holder: str
@@ -139,34 +138,34 @@ class Slots(Protocol):
 
     def enter(self, lease: Lease, schedules: Mapping[str, str], *, now: datetime | None = None) -> Entered | None:
         """Say which entries (name -> text of its schedule) there are. `now`: the time by which the leader goes, if it
-        knows one. None: the lease is not the leader's.
+        knows one. None: the lease does not lead.
         """
 
     def turn_back(self, lease: Lease, *, now: datetime) -> bool:
         """The clock was ahead: entries that are ahead of `now` go back to where they were then, and what was sent stays
-        sent. False: the lease is not the leader's.
+        sent. False: the lease does not lead.
         """
 
     def claim(self, lease: Lease, slot: Slot, *, schedule: str, next_due_at: datetime | None) -> Claimed:
         """Claim a slot for sending, if it is not sent and the lease still leads."""
 
     def unsent(self) -> list[Slot]:
-        """What was claimed and never sent, oldest first."""
+        """The slots that were claimed and never sent, oldest first."""
 
     def sent(self, slot: Slot, *, term: int) -> None:
-        """The broker has it. Remembered until the store has heard of it."""
+        """Record that the broker has it; later, if the database does not answer now."""
 
     def drop(self, slot: Slot, *, term: int) -> None:
-        """It is not to be sent any more."""
+        """Record that it is not to be sent any more; later, if the database does not answer now."""
 
     def flush(self) -> None:
-        """Tell the store what it has not heard of yet. Raises StoreUnavailable."""
+        """Record what could not be recorded before. Raises StoreUnavailable."""
 
     def unrecorded(self) -> list[Slot]:
-        """Of which slots the store has not heard yet what became of them."""
+        """The slots that are sent or dropped, and not recorded as such yet."""
 
     def seen(self, term: int, *, failure: str | None, sent: bool, ended: bool = False) -> datetime:
-        """A sign of life of the leader. Answers with the store's clock."""
+        """Record that the leader lives. Returns the store's clock."""
 
     def recent(self, *, entry: str | None = None, limit: int = 20) -> list[SlotRow]:
         """The latest slots, newest first."""
@@ -178,4 +177,4 @@ class Slots(Protocol):
         """The latest terms, newest first."""
 
     def prune(self, *, older: float) -> int:
-        """Delete what has been over for so many seconds. How many slots went."""
+        """Delete what has been over for so many seconds. Returns how many slots were deleted."""

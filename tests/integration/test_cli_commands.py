@@ -128,7 +128,7 @@ def test_step_down_asks_and_ends_the_term_that_was_shown(pg_dsn):
         lease = leadership.elect(timeout=10)
         declined = run(pg_dsn, "step-down", typed="n\n")
         assert declined.exit_code == 1
-        assert f"beat 1 leads beat, term {int(lease.fence)}, since" in declined.output
+        assert f"beat 1 leads beat, term {int(lease.fence)}, for" in declined.output
         assert leadership.leading
         agreed = run(pg_dsn, "step-down", typed="y\n")
         assert agreed.output.endswith(f"ended term {int(lease.fence)} of beat 1\n")
