@@ -167,7 +167,7 @@ def load_app(app: Any) -> Any:
     """
     if not isinstance(app, str):
         return app
-    from celery.app.utils import find_app
+    from celery_syncguard.tasks.celery_internals import find_app
 
     try:
         return find_app(app)

@@ -19,6 +19,7 @@ from celery_syncguard.core.config import Settings
 from celery_syncguard.core.events import logger
 from celery_syncguard.core.process import forget_in_children
 from celery_syncguard.guard import SyncGuard
+from celery_syncguard.stamps import real_app
 from celery_syncguard.tasks.celery_internals import pool_module
 from celery_syncguard.tasks.confirmer import Confirmer
 
@@ -93,17 +94,12 @@ _mutex = threading.Lock()
 
 def state_of(app: Celery) -> AppState:
     """What the application has of ours; made at the first call."""
-    app = _real(app)
+    app = real_app(app)
     found = _states.get(app)
     if found is None:
         with _mutex:
             found = _states.setdefault(app, AppState(app))
     return found
-
-
-def _real(app: Any) -> Celery:
-    getter = getattr(app, "_get_current_object", None)
-    return getter() if getter is not None else app
 
 
 def guard_for(app: Celery) -> SyncGuard:
@@ -122,7 +118,7 @@ def settings_for(app: Celery) -> Settings:
 
 def attach(app: Celery) -> None:
     """Make an application ready for our tasks. May be repeated."""
-    app = _real(app)
+    app = real_app(app)
     if app in _states:
         return
     state_of(app)

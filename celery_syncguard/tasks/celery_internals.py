@@ -24,10 +24,12 @@ __all__ = [
     "SeesReturn",
     "active_requests",
     "add_ready_state",
+    "altered",
     "call_as_function",
     "call_chain",
     "due_now",
     "errback_request",
+    "find_app",
     "get_ident",
     "has_fields",
     "headers_of",
@@ -43,7 +45,6 @@ __all__ = [
     "refuse_unfit_worker",
     "sync_noting",
     "traced_request",
-    "twin",
     "weave",
     "wrap_sending",
 ]
@@ -152,6 +153,15 @@ def weave(task: Any, name: str, value: Any) -> tuple[str, Any]:
 
 #: What tells apart the bodies of one process: Celery's own, a greenlet where there are such. Without it: a thread.
 get_ident: Callable[[], Any] = find("celery.utils.threads:get_ident") or threading.get_ident
+
+
+def find_app(name: str) -> Any:
+    """The application that `celery -A` means by a name.
+
+    Relies on `celery.app.utils.find_app`. Without it: refused, when a command is called.
+    """
+    require("celery", "celery.app.utils:find_app")
+    return find("celery.app.utils:find_app")(name)
 
 
 # Publishing
@@ -286,7 +296,7 @@ def refuse_unfit_beat() -> None:
     require("celery", *(f"celery.beat:Scheduler.{name}" for name in names))
     every = find("celery.schedules:schedule")
     then = datetime(2000, 1, 1, tzinfo=timezone.utc)
-    if twin(every(60.0), nowfun=lambda: then).now() != then:
+    if altered(every(60.0), nowfun=lambda: then).now() != then:
         raise unfit("celery", "a schedule does not ask its nowfun for the time")
 
 
@@ -306,7 +316,7 @@ def sync_noting(scheduler: Any) -> None:
     getattr(scheduler, "_do_sync", scheduler.sync)()
 
 
-def twin(plan: Any, **attributes: Any) -> Any:
+def altered(plan: Any, **attributes: Any) -> Any:
     """A copy of a schedule with other attributes. `copy` would call its constructor, with what its `__reduce__` says.
 
     Relies on schedules keeping what they are in their `__dict__`. One with slots is copied by `copy`.
@@ -328,7 +338,7 @@ def due_now(plan: Any) -> Any:
     """
     state = find("celery.schedules:schedstate")
     due = (True, 0.0) if state is None else state(is_due=True, next=0.0)
-    return twin(plan, is_due=lambda _last_run_at: due)
+    return altered(plan, is_due=lambda _last_run_at: due)
 
 
 def has_fields(plan: Any) -> bool:

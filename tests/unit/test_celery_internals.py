@@ -296,11 +296,11 @@ def test_a_schedule_with_slots_is_copied_too():
             self.every = 5
 
     before = Slotted()
-    copied = celery_internals.twin(before, nowfun=int)
+    copied = celery_internals.altered(before, nowfun=int)
     assert (copied.every, copied.nowfun) == (5, int)
     assert copied is not before
     plain = schedules.schedule(timedelta(seconds=7))
-    assert celery_internals.twin(plain, relative=True).run_every == plain.run_every
+    assert celery_internals.altered(plain, relative=True).run_every == plain.run_every
     assert not plain.relative
 
 
@@ -319,7 +319,7 @@ def test_a_crontab_with_other_fields_is_asked_for_its_slots(name):
     after = datetime(2030, 1, 1, tzinfo=timezone.utc)
     before = timetable.next_due(plan, after)
     assert celery_internals.has_fields(plan)
-    other = celery_internals.twin(plan, **{name: SimpleNamespace(values=getattr(plan, name))})
+    other = celery_internals.altered(plan, **{name: SimpleNamespace(values=getattr(plan, name))})
     assert not celery_internals.has_fields(other)
     assert not timetable._is_crontab(other)
     assert before == datetime(2030, 1, 1, 2, 30, tzinfo=timezone.utc)
