@@ -47,7 +47,7 @@ _LOOKING = 1.0
 #: More than there is between two slots of any schedule: the longest are the years between two 29ths of February.
 _LONG_AGO = timedelta(days=3000)
 
-event = heap_event()
+HeapEvent = heap_event()
 
 
 @functools.cache
@@ -120,9 +120,9 @@ class SendsSlots:
                 with uncounted_unless_done(entry, self._agenda.places[entry.name], getattr(self, "_dirty", set())):
                     following = self.reserve(entry)
                     self.apply_entry(entry, producer=self.producer)
-                heapq.heappush(heap, event(self._when(following, delay), event.priority, following))
+                heapq.heappush(heap, HeapEvent(self._when(following, delay), event.priority, following))
                 return 0.0
-            heapq.heappush(heap, event(self._when(entry, max(delay, 0.001)), event.priority, entry))
+            heapq.heappush(heap, HeapEvent(self._when(entry, max(delay, 0.001)), event.priority, entry))
         if self._heap is None:
             return 0.0  # time has jumped meanwhile: this heap's is over
         return min(self.max_interval, max(0.0, heap[0].time - clock.now())) if heap else self.max_interval
@@ -134,7 +134,7 @@ class SendsSlots:
         for entry in schedule.values():
             # What is not looked at now is the first that the next ticks look at.
             due, delay = self._due(entry) if clock.now() < until else (True, 0.0)
-            heap.append(event(self._when(entry, 0.0 if due else delay), 5, entry))
+            heap.append(HeapEvent(self._when(entry, 0.0 if due else delay), 5, entry))
         heapq.heapify(heap)
         self._heap = heap
 
