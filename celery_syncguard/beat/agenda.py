@@ -14,7 +14,8 @@ from typing import Any
 from celery.schedules import crontab
 
 from celery_syncguard.beat.broker import Broker
-from celery_syncguard.beat.slots import Entered, EntryRow, Slot, Slots
+from celery_syncguard.beat.postgres_slots import Slots
+from celery_syncguard.beat.slots import Entered, EntryRow, Slot
 from celery_syncguard.beat.timekeeper import JUMP, Timekeeper
 from celery_syncguard.beat.timetable import choose, describe, due_between, grid_start, next_due, once_only
 from celery_syncguard.core import clock
@@ -41,12 +42,12 @@ class Place:
     claimed: datetime  # the latest slot that any leader claimed
     pending: list[datetime]  # due and to be sent, in order
     unsent: set[datetime]  # claimed and not sent
-    planned: bool = False  # next_due is known
+    knows_next: bool = False
     next_due: datetime | None = None
     refusals: int = 0
     quiet_until: float = 0.0
 
-    def plan(self, plan: Any) -> None:
+    def find_next(self, plan: Any) -> None:
         """Find the next slot. Asks the schedule, which may be any class."""
         self.counted = grid_start(plan, last_due_at=self.counted, since_at=self.since)
         instant = once_only(plan)
@@ -55,7 +56,7 @@ class Place:
         else:
             # Another time under a name that ran before is another slot.
             self.next_due = instant if self.runs == 0 or instant != self.claimed else None
-        self.planned = True
+        self.knows_next = True
 
     def refused(self) -> float:
         """Seconds for which this entry is left alone."""
@@ -124,7 +125,13 @@ class Agenda:
                 # What a leader claimed whose clock was ahead is claimed again when it is due.
                 unsent = {due_at for due_at in self._unsent.pop(name, set()) if due_at <= now + JUMP}
                 self.places[name] = Place(
-                    row.schedule, row.runs, row.last_due_at, row.since_at, row.last_due_at, sorted(unsent), unsent
+                    text=row.schedule,
+                    runs=row.runs,
+                    counted=row.last_due_at,
+                    since=row.since_at,
+                    claimed=row.last_due_at,
+                    pending=sorted(unsent),
+                    unsent=unsent,
                 )
         for name, instants in list(self._unsent.items()) if first else ():
             # Claimed by an earlier leader for an entry that this one does not have.
@@ -168,8 +175,8 @@ class Agenda:
         broker was away, or the entry's class not willing).
         """
         plan = entry.schedule
-        if not place.planned:
-            place.plan(plan)
+        if not place.knows_next:
+            place.find_next(plan)
         found: list[datetime] = []
         more = False
         came_due = place.next_due is not None and place.next_due <= now
@@ -217,7 +224,8 @@ class Agenda:
         Raises:
             LeaseLost: the lease does not lead any more.
         """
-        slot, following = Slot(name, place.pending[0]), [*place.pending[1:], place.next_due][0]
+        slot = Slot(name, place.pending[0])
+        following = place.pending[1] if len(place.pending) > 1 else place.next_due
         asked_at = clock.now()
         claimed = self._slots.claim(self.lease, slot, schedule=place.text, next_due_at=following)
         self._heard(claimed.now, asked_at)

@@ -26,7 +26,7 @@ class _Entry:
 
 
 class MemorySlots:
-    """Slots in this process."""
+    """As `PostgresSlots`."""
 
     def __init__(self, store: MemoryStore, leader_key: str) -> None:
         self._store = store

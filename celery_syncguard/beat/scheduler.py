@@ -37,7 +37,7 @@ from celery_syncguard.beat.inner_schedule import (
 )
 from celery_syncguard.beat.postgres_slots import open_slots
 from celery_syncguard.beat.slot_sender import sending
-from celery_syncguard.beat.slots import PRUNED_AT_MOST, Slots
+from celery_syncguard.beat.slots import PRUNED_AT_MOST
 from celery_syncguard.beat.timekeeper import Timekeeper
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
@@ -79,6 +79,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
     _ending = False  # a signal said so
     _closed = False
     _done = False  # closed, and nothing is left to be done
+    _told_late = False
 
     def __init__(self, app: Any, *args: Any, **kwargs: Any) -> None:
         self.take_signals()  # first: Celery's handler would make another scheduler, in the middle of this
@@ -90,7 +91,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         self._guard = app_state.guard_for(app)
         self._class = inner_class(self._settings.beat_scheduler, app.conf.beat_scheduler, LeaderScheduler)
         sending(self._class)  # refuses a class that it does not fit
-        self._slots: Slots = open_slots(self._guard.store, self._settings.leader_key)
+        self._slots = open_slots(self._guard.store, self._settings.leader_key)
         self._inner: Any = None
         self._agenda: Agenda | None = None
         self._broker = Broker()
@@ -294,8 +295,9 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
             self._slots.flush()
 
     def _tell_late(self) -> None:
-        late = self._slots.unrecorded()
+        late = [] if self._told_late else self._slots.unrecorded()
         if late:
+            self._told_late = True
             logger.warning(
                 "this beat ends and could not record what became of %d slot(s); the next leader sends them once more, with "
                 "the same task ids: %s",

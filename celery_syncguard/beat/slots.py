@@ -1,4 +1,4 @@
-"""Slots, and the state of beat around them: what stands in the database, and what a leader asks of it.
+"""Slots, and the state of beat around them, as it stands in the database.
 
 A slot is one due occurrence of one entry, (entry, due_at), and exists once. It is claimed, then sent or dropped. The
 statement that claims it also proves that the claimer leads. The id of its task is derived from the slot, so a copy that has
@@ -14,9 +14,6 @@ import dataclasses
 import uuid
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from typing import Protocol
-
-from celery_syncguard.core.lease import Lease
 
 __all__ = [
     "PRUNED_AT_MOST",
@@ -26,7 +23,6 @@ __all__ = [
     "EntryState",
     "Slot",
     "SlotRow",
-    "Slots",
     "TermRow",
 ]
 
@@ -131,50 +127,3 @@ class TermRow:
     failing_since: datetime | None
     failure: str | None
     now: datetime
-
-
-class Slots(Protocol):
-    """The state of one leader key."""
-
-    def enter(self, lease: Lease, schedules: Mapping[str, str], *, now: datetime | None = None) -> Entered | None:
-        """Say which entries (name -> text of its schedule) there are. `now`: the time by which the leader goes, if it
-        knows one. None: the lease does not lead.
-        """
-
-    def turn_back(self, lease: Lease, *, now: datetime) -> bool:
-        """The clock was ahead: entries that are ahead of `now` go back to where they were then, and what was sent stays
-        sent. False: the lease does not lead.
-        """
-
-    def claim(self, lease: Lease, slot: Slot, *, schedule: str, next_due_at: datetime | None) -> Claimed:
-        """Claim a slot for sending, if it is not sent and the lease still leads."""
-
-    def unsent(self) -> list[Slot]:
-        """The slots that were claimed and never sent, oldest first."""
-
-    def sent(self, slot: Slot, *, term: int) -> None:
-        """Record that the broker has it; later, if the database does not answer now."""
-
-    def drop(self, slot: Slot, *, term: int) -> None:
-        """Record that it is not to be sent any more; later, if the database does not answer now."""
-
-    def flush(self) -> None:
-        """Record what could not be recorded before. Raises StoreUnavailable."""
-
-    def unrecorded(self) -> list[Slot]:
-        """The slots that are sent or dropped, and not recorded as such yet."""
-
-    def seen(self, term: int, *, failure: str | None, sent: bool, ended: bool = False) -> datetime:
-        """Record that the leader lives. Returns the store's clock."""
-
-    def recent(self, *, entry: str | None = None, limit: int = 20) -> list[SlotRow]:
-        """The latest slots, newest first."""
-
-    def entries(self) -> list[EntryState]:
-        """Where every entry stands, by name."""
-
-    def terms(self, *, limit: int = 1) -> list[TermRow]:
-        """The latest terms, newest first."""
-
-    def prune(self, *, older: float) -> int:
-        """Delete what has been over for so many seconds. Returns how many slots were deleted."""

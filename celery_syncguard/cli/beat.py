@@ -20,7 +20,8 @@ import click
 from celery_syncguard.cli.console import as_json, duration, fail, json_option, printable, table, target
 
 if TYPE_CHECKING:
-    from celery_syncguard.beat.slots import Slots, TermRow
+    from celery_syncguard.beat.postgres_slots import Slots
+    from celery_syncguard.beat.slots import TermRow
     from celery_syncguard.core.store import LockRow
     from celery_syncguard.guard import SyncGuard
 
@@ -177,7 +178,7 @@ def step_down(ctx: click.Context, *, key: str | None, yes: bool) -> None:
             fail(f"nobody leads {leader_key}")
         if not yes:
             click.echo(
-                f"{printable(lock.holder or 'a process without a name')} leads {printable(leader_key)}, term {lock.fence}, "
+                f"{printable(lock.holder or 'an unnamed holder')} leads {printable(leader_key)}, term {lock.fence}, "
                 f"for {duration(lock.since)} now."
             )
             click.confirm("End its term?", abort=True)

@@ -306,7 +306,7 @@ class Leadership:
     def _hear(self, held: Held) -> None:
         before, self._heard = self._heard, (held, clock.now())
         if before is None or before[0].lock_id != held.lock_id:
-            holder = held.holder or "a process without a name"
+            holder = held.holder or "an unnamed holder"
             logger.info("standby for %r: %s leads, term %s, for %.1f s", self.key, holder, held.fence, held.since)
 
     def _begin_term(self, lease: Lease) -> None:

@@ -8,27 +8,23 @@ whose renewal hangs is reported lost the moment its deadline passes, not when th
     lease. *Unknown* (no answer, row busy) is tried again soon, until the deadline, and never moves it.
   * Leases are held by weak reference: one that its owner dropped without a release is not kept alive for ever.
   * Threads start with the first lease that lives long enough to need them, and sleep while there is none.
-
-A release that the database did not answer is handed to `release_later`, and repeated until it is answered. One that only
-frees a key is dropped when the lease has expired; one that says that work is done or ends a claim is repeated as long as the
-process lives, and what has not been written by then is told (`flush`).
+  * Whatever was put into the process's outbox without starting its thread is seen here, within a second.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
 from celery_syncguard.core.lease import Lease
 from celery_syncguard.core.loop import Loop
-from celery_syncguard.core.store import LockStore, Release, Renewal
+from celery_syncguard.core.outbox import Outbox
+from celery_syncguard.core.store import LockStore, Renewal
 from celery_syncguard.errors import StoreUnavailable, SyncGuardError
 
 __all__ = ["Renewer"]
@@ -37,37 +33,6 @@ _EXPIRED = "its deadline passed without a renewal"
 
 #: Seconds without a lease after which the threads sleep until the next one.
 MAX_IDLE = 60.0
-
-#: Releases that wait for the database. While it is away no lease is granted, so there are no more than there were leases
-#: when it went; the bound is for what nobody foresees, and what comes beyond it is told as lost.
-MAX_LATE = 10_000
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Late:
-    release: Release
-    until: float
-    told: bool = False
-
-    def tell(self) -> None:
-        """Say what it means that this was not written."""
-        if self.told:
-            return
-        self.told = True
-        release = self.release
-        if release.run_key is not None:
-            logger.error(
-                "task %s is done but that could not be written (%r): if it is delivered again, it runs again",
-                release.task_id,
-                release.run_key,
-            )
-        if release.claim_key is not None:
-            logger.error(
-                "could not end the claim %r of task %s: the same work counts as queued until dedup_ttl is over",
-                release.claim_key,
-                release.task_id,
-            )
-        logger.warning("could not release %r: it is free when its ttl is over", release.key)
 
 
 class _Entry:
@@ -84,11 +49,13 @@ class Renewer:
 
     Arguments:
         store: where they live.
-        idle: called now and then; closes what is idle, and answers in how many seconds to be called again, or None.
+        outbox: whose thread is started here if something was put in without that.
+        idle: called now and then; closes what is idle, and returns in how many seconds to be called again, or None.
     """
 
-    def __init__(self, store: LockStore, *, idle: Callable[[], float | None] = lambda: None) -> None:
+    def __init__(self, store: LockStore, outbox: Outbox, *, idle: Callable[[], float | None] = lambda: None) -> None:
         self._store = store
+        self._outbox = outbox
         self._idle = idle
         self.forget()
 
@@ -96,12 +63,8 @@ class Renewer:
         """After a fork (and at the start): this process has no leases and no threads."""
         self._mutex = threading.Lock()
         self._entries: dict[str, _Entry] = {}
-        self._late: deque[_Late] = deque()
         self._loop = Loop("syncguard-renewer", self._renew_due)
         self._watch = Loop("syncguard-watchdog", self._report_lost)
-        # Apart from the renewals: a release may have to queue for a connection, or wait for a row.
-        self._releasing = threading.Lock()
-        self._releaser = Loop("syncguard-releaser", self._release_late)
         self._busy_at = 0.0
         # When each loop looks again by itself. Written and compared under the mutex, so that a lease which comes while
         # a loop is about to sleep is either seen by it or wakes it.
@@ -150,30 +113,8 @@ class Renewer:
             return False
         return True
 
-    def release_later(self, release: Release, *, until: float) -> None:
-        """Repeat this release until it is answered, or until the local instant `until`."""
-        if self.abandon(release, until=until):
-            self._releaser.start()
-            self._releaser.wake()
-
-    def abandon(self, release: Release, *, until: float) -> bool:
-        """As `release_later`, within a second or so. Takes no lock, as a destructor calls it, which runs anywhere."""
-        late = _Late(release, until)
-        if len(self._late) >= MAX_LATE:
-            late.tell()
-            return False
-        # Before those that were tried and failed: each of them may only be waiting for a row that is in use.
-        self._late.appendleft(late)
-        return True
-
-    def flush(self) -> None:
-        """One attempt at what is to be released later, in the calling thread: the process ends. Tells what is left."""
-        self._release_late()
-        for late in list(self._late):
-            late.tell()
-
     def stop(self, *, wait: bool = True) -> None:
-        for loop in (self._loop, self._watch, self._releaser):
+        for loop in (self._loop, self._watch):
             loop.stop(wait=wait)
 
     @property
@@ -247,9 +188,7 @@ class Renewer:
             waits = [entry.due_at - now for entry in self._entries.values()]
             wait = self._pause(waits, now)
             self._renews_at = math.inf if wait is None else now + wait
-        if self._late and not self._releasing.locked():
-            self._releaser.start()
-            self._releaser.wake()
+        self._outbox.start()
         if wait is None or not waits:
             idle = self._idle()
             if wait is None and idle is not None:
@@ -261,29 +200,6 @@ class Renewer:
         if not waits:
             return 1.0 if now - self._busy_at < MAX_IDLE else None
         return min(1.0, max(0.001, min(waits)))
-
-    # The releasing thread
-
-    def _release_late(self) -> float | None:
-        # One after the other: a process that flushes before it ends must not cut off what its thread has begun.
-        with self._releasing:
-            for _ in range(len(self._late)):
-                try:
-                    late = self._late.popleft()
-                except IndexError:
-                    break
-                if clock.now() >= late.until:
-                    continue
-                try:
-                    self._store.release(late.release)
-                except SyncGuardError:
-                    self._late.append(late)
-                    return 0.5  # one attempt that hangs is enough for now
-                except BaseException:
-                    # A signal's handler has raised.
-                    self._late.appendleft(late)
-                    raise
-        return 0.0 if self._late else None
 
     # The watching thread
 

@@ -5,7 +5,6 @@ A guard is made when it is first asked for, from the application's configuration
 
 from __future__ import annotations
 
-import atexit
 import sys
 import threading
 import weakref
@@ -16,12 +15,10 @@ from celery.signals import worker_init, worker_process_shutdown, worker_shutdown
 
 from celery_syncguard import signals, stamps
 from celery_syncguard.core.config import Settings
-from celery_syncguard.core.events import logger
 from celery_syncguard.core.process import forget_in_children
-from celery_syncguard.guard import SyncGuard
+from celery_syncguard.guard import SyncGuard, flush_all
 from celery_syncguard.stamps import real_app
 from celery_syncguard.tasks.celery_internals import pool_module
-from celery_syncguard.tasks.confirmer import Confirmer
 
 __all__ = ["AppState", "attach", "guard_for", "settings_for", "state_of"]
 
@@ -33,7 +30,6 @@ class AppState:
         self._app = weakref.ref(app)
         self._settings: Settings | None = None
         self._guard: SyncGuard | None = None
-        self._confirmer: Confirmer | None = None
         self.forget()
         forget_in_children(self)
 
@@ -61,29 +57,10 @@ class AppState:
                     self._guard = guard
         return self._guard
 
-    @property
-    def confirmer(self) -> Confirmer:
-        """Confirms claims in the background."""
-        if self._confirmer is None:
-            with self._mutex:
-                if self._confirmer is None:
-                    self._confirmer = Confirmer(self.guard.store)
-        return self._confirmer
-
-    def flush(self) -> None:
-        """What waits for the database gets one more attempt: the process ends."""
-        if self._confirmer is not None:
-            self._confirmer.flush()
-        if self._guard is not None:
-            self._guard.flush()
-
     def close(self) -> None:
         """Flush and close; the next use starts afresh."""
         with self._mutex:
             guard, self._guard = self._guard, None
-            confirmer, self._confirmer = self._confirmer, None
-        if confirmer is not None:
-            confirmer.close()
         if guard is not None:
             guard.close()
 
@@ -125,20 +102,6 @@ def attach(app: Celery) -> None:
     stamps.follow_setting(app)
 
 
-def attached() -> list[AppState]:
-    """Those of all applications."""
-    """Those of all applications."""
-    return list(_states.values())
-
-
-def _flush_all(**_: Any) -> None:
-    for binding in attached():
-        try:
-            binding.flush()
-        except Exception:  # noqa: BLE001 - the process ends: nothing may keep the others from being flushed
-            logger.exception("claims could not be confirmed at exit; they end within seconds")
-
-
 @worker_init.connect(weak=False)  # type: ignore[untyped-decorator]
 def _check_worker(sender: Any = None, **_: Any) -> None:
     from celery_syncguard.tasks import worker
@@ -162,8 +125,7 @@ def _stop_worker(**_: Any) -> None:
     from celery_syncguard.tasks import worker
 
     worker.stop()
-    _flush_all()
+    flush_all()
 
 
-worker_process_shutdown.connect(_flush_all, weak=False)
-atexit.register(_flush_all)
+worker_process_shutdown.connect(flush_all, weak=False)

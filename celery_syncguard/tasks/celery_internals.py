@@ -129,7 +129,7 @@ def errback_request(args: tuple[Any, ...], caller: FrameType | None) -> Any:
     return caller.f_locals.get("request")
 
 
-#: Where a task keeps Celery's autoretry, which lies around the gate.
+#: Where a task keeps Celery's autoretry, which a delivery puts around its attempt.
 AUTORETRY = "_syncguard_autoretry"
 
 

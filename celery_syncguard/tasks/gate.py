@@ -9,7 +9,7 @@ around which lies the other half of the gate. Its end opens the gate for one cal
 
     closed ──before_start ends──> open ──Celery calls the task──> passed ──the call ends──> over
 
-Not here: what is done under the lock (`run`).
+Not here: what is done under the lock (`delivery`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from celery_syncguard.core.events import logger
 from celery_syncguard.errors import ImproperlyConfigured, SyncGuardError
 from celery_syncguard.tasks.celery_internals import AUTORETRY, errback_request, protect, traced_request
 from celery_syncguard.tasks.delivery import Delivery
+from celery_syncguard.tasks.header import Header
 
 __all__ = ["install", "was_passed"]
 
@@ -102,7 +103,7 @@ def _is_hooked(task: Any) -> bool:
 
 
 def _pass(task: Any, request: Any, call: Any, args: Any, kwargs: Any) -> Any:
-    """Run the body under its lock, inside Celery's autoretry, which then sees the lock released."""
+    """Run the body under its lock."""
 
     def body() -> Any:
         result = call(*args, **kwargs)
@@ -115,14 +116,12 @@ def _pass(task: Any, request: Any, call: Any, args: Any, kwargs: Any) -> Any:
             )
         return result
 
-    def chain() -> Any:
-        return Delivery.of(task, request, args, kwargs).execute(body)
-
     setattr(request, _GATE, _PASSED)
     protect(request, protected=False)  # a plain call in before_start may have set it
     try:
-        autoretry = task.__dict__.get(AUTORETRY)
-        return chain() if autoretry is None else autoretry(chain)
+        # Outside of autoretry: the next attempt could not read it either.
+        header = Header.of(request.headers)
+        return Delivery(task, request, header).run(body, args, kwargs, task.__dict__.get(AUTORETRY))
     finally:
         setattr(request, _GATE, _OVER)
 

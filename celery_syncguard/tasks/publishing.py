@@ -1,6 +1,6 @@
 """Publishing: keys are computed, and a second copy of the same work is not queued.
 
-    claim (short life) -> publish -> the broker has it (`receipts`) -> confirm (whole life)
+    claim (short life) -> publish -> the broker has it (`publisher_confirms`) -> confirm (whole life)
 
 The claim is made on a connection of our own, so a duplicate never aborts the caller's transaction, and is ended again when
 publishing raises. Whoever gets the claim publishes; everybody else gets the id of the task that has it.
@@ -28,9 +28,9 @@ from celery_syncguard.core.process import default_holder
 from celery_syncguard.core.store import Claim
 from celery_syncguard.errors import DuplicateTask, ImproperlyConfigured, SyncGuardError
 from celery_syncguard.skipped import SKIPPED, Skipped, marker_for
-from celery_syncguard.tasks import app_state
-from celery_syncguard.tasks.confirmer import UNCONFIRMED_TTL
-from celery_syncguard.tasks.delivery import DELIVERY, life, seconds_until
+from celery_syncguard.tasks import app_state, claims
+from celery_syncguard.tasks.claims import Outcome, life, seconds_until
+from celery_syncguard.tasks.delivery import DELIVERY
 from celery_syncguard.tasks.header import Header
 from celery_syncguard.tasks.options import DEFAULTS, OnDuplicate, Seconds, TaskOptions, take_overrides
 from celery_syncguard.tasks.publisher_confirms import ask_for_confirms
@@ -72,7 +72,7 @@ def publish(
     if key is None:
         return _sent(header, call, send)
     ask_for_confirms(app)
-    store = app_state.guard_for(app).store
+    guard = app_state.guard_for(app)
     task_id = call["task_id"] = call.get("task_id") or uuid()
     holder = f"{name}[{task_id}] {default_holder()}"
     # What was due long ago is work like any other, and its claim is no shorter.
@@ -83,44 +83,31 @@ def publish(
         # It comes again under the claim that it has, which lives as long as its message waits. (What comes back for a
         # held lock is renewed by its next delivery, unless that is far away.)
         if options.dedup_until != "ttl" and (due > options.dedup_ttl / 2 or _is_next_attempt(call)):
-            again = options.dedup_until == "start"
-            _quietly(lambda: store.claim(key, task_id=task_id, ttl=ttl, holder=holder, again=again))
+            claims.renew(guard, key, task_id=task_id, ttl=ttl, holder=holder, until=options.dedup_until)
         return _sent(header, call, send)
     try:
-        claim = store.claim(
-            key, task_id=task_id, ttl=min(UNCONFIRMED_TTL, ttl), holder=holder, fingerprint=header.fingerprint
-        )
+        claim = claims.make(guard, key, task_id=task_id, ttl=ttl, holder=holder, fingerprint=header.fingerprint)
     except SyncGuardError as exc:
         if not begun(call):
             raise
         logger.warning("%s[%s] is sent without its claim: %s", name, task_id, exc)
         return _sent_unclaimed(header, call, send)
     if not claim.ours:
-        app_state.guard_for(app).counts["duplicate"] += 1
+        guard.counts["duplicate"] += 1
         signals.task_duplicate.send(sender=task if task is not None else name, claim=claim)
         return _duplicate(app, name, options, claim, header=header, call=call, send=send)
     try:
         result = _sent(header._replace(claimed=True), call, send)
     except BaseException:
-        _quietly(lambda: store.unclaim(key, task_id=task_id))
+        claims.end(guard, key, Outcome.VOID, task_id=task_id, ttl=ttl)
         raise
-    _confirm(app, key, task_id=task_id, ttl=ttl)
+    # Before the caller goes on: it may freeze, or end, as soon as it has its answer.
+    claims.confirm(guard, key, task_id=task_id, ttl=ttl)
     request = current_task.request if current_task else None
     if request is not None and request.id == task_id and hasattr(request, DELIVERY):
         # A body put this in its own place (`self.replace`), under its id and so under its claim.
         getattr(request, DELIVERY).claim_passed_on = key
     return result
-
-
-def _confirm(app: Any, key: str, *, task_id: str, ttl: float) -> None:
-    """Before the caller goes on: it may freeze, or end, as soon as it has its answer."""
-    try:
-        app_state.guard_for(app).store.confirm([(key, task_id, ttl)])
-    except BaseException as exc:
-        app_state.state_of(app).confirmer.confirm(key, task_id=task_id, ttl=ttl)
-        if not isinstance(exc, SyncGuardError):
-            raise
-        logger.warning("a claim could not be confirmed, trying again in the background: %s", exc)
 
 
 def _is_next_attempt(call: Mapping[str, Any]) -> bool:
@@ -216,9 +203,9 @@ def follows(call: Mapping[str, Any]) -> bool:
         # Its own next attempt (Celery 5.7's `retry_on_worker_lost`) is none of these: Celery sees to what it raises.
         if call.get("parent_id") is None or "retries" in call:
             return False
-        from celery_syncguard.tasks.worker import is_worker
+        from celery_syncguard.tasks.undertaker import undertaker
 
-        return is_worker()
+        return undertaker.is_bound
     if request.called_directly or hasattr(request, DELIVERY) or call.get("task_id") == request.id:
         return False
     body = ((request.chord or {}).get("options") or {}).get("task_id")
@@ -227,14 +214,6 @@ def follows(call: Mapping[str, Any]) -> bool:
         or call.get("root_id", ...) == (request.root_id or request.id)
         or (body is not None and call.get("task_id") == body)
     )
-
-
-def _quietly(work: Callable[[], object]) -> None:
-    """Without it a claim ends too early or some seconds too late, which must not hide what the caller has to know."""
-    try:
-        work()
-    except SyncGuardError as exc:
-        logger.warning("a claim could not be settled: %s", exc)
 
 
 def _marked(result: PublishedResult, *, duplicate: bool, holder: str | None) -> PublishedResult:

@@ -25,9 +25,10 @@ from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, NoLease, S
 from celery_syncguard.hlc import HybridLogicalClock
 from celery_syncguard.skipped import SKIPPED, wants_result
 from celery_syncguard.tasks import app_state, celery_internals, gate, publishing
-from celery_syncguard.tasks.delivery import DELIVERY, Answered, Delivery, check_outer
+from celery_syncguard.tasks.delivery import DELIVERY, Delivery, check_outer, end_without_turn
 from celery_syncguard.tasks.header import HEADER, Header
 from celery_syncguard.tasks.keys import TaskKeys
+from celery_syncguard.tasks.not_run import Answered
 from celery_syncguard.tasks.options import CallOptions, OptionDefaults, take_overrides
 from celery_syncguard.tasks.publisher_confirms import is_refusal
 from celery_syncguard.tasks.queues import queue_of
@@ -388,7 +389,7 @@ def _on_postrun(sender: Any = None, state: str | None = None, retval: Any = None
                 sender.request.id,
                 "called in a thread that is not the tracer's, or its class got another __call__ and before_start since",
             )
-        Delivery.never_came(sender, sender.request, state, retval)
+        end_without_turn(sender, sender.request, state, retval)
 
 
 def _answered(result: Any) -> Any:

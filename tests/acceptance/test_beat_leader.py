@@ -24,14 +24,14 @@ import psycopg
 import pytest
 
 from celery_syncguard import SyncGuard
+from tests.acceptance.apps.beat_entries import SCHEDULE_VARIABLE
 from tests.acceptance.inbox import Inbox
-from tests.acceptance.tasks_of_beat import SCHEDULE_VARIABLE
 from tests.fixtures import gate
 from tests.fixtures.cluster import CONF_VARIABLE
 from tests.fixtures.polling import poll
 from tests.fixtures.proxy import Proxy
 
-MODULE = "tests.acceptance.tasks_of_beat"
+MODULE = "tests.acceptance.apps.beat_entries"
 TTL = 3.0
 #: What a busy machine may add.
 SLACK = 4.0

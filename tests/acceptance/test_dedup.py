@@ -13,11 +13,12 @@ from psycopg.conninfo import conninfo_to_dict
 from celery_syncguard import DuplicateTask, StoreUnavailable
 from celery_syncguard.dedup import send_task
 from celery_syncguard.skipped import SKIPPED
-from celery_syncguard.tasks import app_state, publishing
+from celery_syncguard.tasks import app_state
+from celery_syncguard.tasks import claims as claims_of_tasks
 from tests.fixtures.cluster import ROOT
 from tests.fixtures.polling import poll
 
-MODULE = "tests.acceptance.apps.dedup_tasks"
+MODULE = "tests.acceptance.apps.deduplicated"
 
 
 @pytest.fixture
@@ -315,7 +316,7 @@ def test_the_claim_of_a_task_without_a_lock_outlives_its_dead_worker(setup, hist
     worker = setup.start_worker()
     first = setup.module.work.delay("a", "never")
     history.wait_for("start")
-    app_state.state_of(setup.app).flush()
+    app_state.guard_for(setup.app).flush()
     worker.kill()
     assert claims() == {"done:a": first.id}
     assert setup.module.work.delay("a").id == first.id
@@ -323,7 +324,7 @@ def test_the_claim_of_a_task_without_a_lock_outlives_its_dead_worker(setup, hist
 
 def test_a_worker_confirms_a_claim_whose_producer_died(setup, history, pg_dsn, monkeypatch):
     """The producer ended between publish and confirm; the task runs for longer than an unconfirmed claim lives."""
-    monkeypatch.setattr(publishing, "_confirm", lambda *args, **kwargs: None)
+    monkeypatch.setattr(claims_of_tasks, "confirm", lambda *args, **kwargs: None)
     setup.module.work.delay("a", "go")
     left = "select (expires_at_ms - syncguard_clock_ms()) / 1000.0 from syncguard_claims"
     with psycopg.connect(pg_dsn, autocommit=True) as connection:
@@ -342,7 +343,7 @@ def test_a_task_whose_claim_is_not_its_own_by_now_runs_and_takes_nothing_from_th
 ):
     name, task = task, getattr(setup.module, task)
     first = task.delay("a", "go")
-    app_state.state_of(setup.app).flush()
+    app_state.guard_for(setup.app).flush()
     (key,) = claims()
     with psycopg.connect(pg_dsn, autocommit=True) as connection:
         if fate == "lost":
@@ -661,7 +662,7 @@ def test_shutting_down_ends_no_claim_of_what_is_still_queued(setup, history, cla
     running = setup.module.work.delay("a", "go")
     history.wait_for("start")
     queued = setup.module.work.delay("b")
-    app_state.state_of(setup.app).flush()
+    app_state.guard_for(setup.app).flush()
     worker.signal(signal.SIGTERM)
     setup.open_gate("go")
     worker.wait_exit()

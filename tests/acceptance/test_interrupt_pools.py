@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from celery_syncguard import LeaseLost, SyncGuard
+from celery_syncguard import LeaseLost
 from tests.fixtures import gate
 from tests.fixtures.polling import poll
 
-APP = "tests.acceptance.apps.pools_bodies"
+APP = "tests.acceptance.apps.interrupted"
 IN_THREADS = sys.version_info >= (3, 12)
 POOLS = pytest.mark.parametrize(
     ("broker", "pool"),
@@ -23,12 +23,6 @@ POOLS = pytest.mark.parametrize(
     ],
     indirect=["broker"],
 )
-
-
-@pytest.fixture
-def guard(pg_dsn):
-    with SyncGuard(pg_dsn) as one:
-        yield one
 
 
 def take_away(guard, key):

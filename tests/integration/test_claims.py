@@ -18,6 +18,7 @@ from celery_syncguard.core.store import Acquire, Claim, Held, Release
 from celery_syncguard.postgres.store import PostgresStore
 from celery_syncguard.tasks import app_state
 from celery_syncguard.tasks.delivery import Delivery
+from celery_syncguard.tasks.header import Header
 from tests.fixtures import soak
 from tests.fixtures.polling import poll
 from tests.fixtures.proxy import Proxy
@@ -85,7 +86,7 @@ def _publish_in_process(make, barrier, rounds, pipe):
         barrier.wait(n)
         result = task.delay(n)
         answers.append((result.id, result.duplicate))
-    app_state.state_of(app).flush()
+    app_state.guard_for(app).flush()
     pipe.send_bytes(json.dumps(answers).encode())
 
 
@@ -129,6 +130,7 @@ def test_of_fifty_processes_that_publish_at_once_one_publishes_and_all_learn_its
     assert row == (rounds + 1, 3_600_000), "not every claim was confirmed"
 
 
+@pytest.mark.slow
 def test_processes_that_look_before_they_claim_publish_more_than_once(pg_dsn):
     """The negative control."""
     answers = race(
@@ -186,13 +188,14 @@ def test_whatever_a_task_is_locked_by_the_claim_of_a_dead_host_ends_with_that_lo
     app.conf.update(syncguard_dsn=pg_dsn, task_default_queue=f"q-{uuid.uuid4().hex}")
     task = app.task(base=LockedTask, shared=False, name="work", dedup_key="c", **options)(body)
     first = task.delay(1)
-    app_state.state_of(app).flush()
+    app_state.guard_for(app).flush()
     with app.connection() as connection:
         message = app.amqp.queues[app.conf.task_default_queue](connection.channel()).get(no_ack=True)
     request = Context(message.headers, delivery_info={}, called_directly=False)
-    run = Delivery.of(task, request, (1,), {})
+    run = Delivery(task, request, Header.of(request.headers))
+    run.complete((1,), {})
     store = app_state.guard_for(app).store
-    host = run._acquire(run.lock_key)
+    host = run.request_for(run.lock_key)
     assert not isinstance(store.acquire(dataclasses.replace(host, ttl=0.3)), Held)
     assert task.delay(1).id == first.id, "it runs"
     _wait_until_free(store, run.lock_key)
@@ -240,7 +243,7 @@ def counted(pg_server, pg_dsn):
         def cost(work):
             for _ in range(3):
                 work()  # connects, and prepares its statements
-            app_state.state_of(app).flush()
+            app_state.guard_for(app).flush()
             before = proxy.requests
             work()
             return proxy.requests - before

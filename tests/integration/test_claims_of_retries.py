@@ -78,7 +78,7 @@ def test_what_fails_because_the_database_is_away_keeps_its_claim_while_it_is_ret
         assert isinstance(exc, StoreUnavailable)
         pg_proxy.accept()
         # What was to be done in the background about the claim is done by then.
-        app_state.state_of(app).flush()
+        app_state.guard_for(app).flush()
         self.free_between.append(is_free(store))
 
     task = watched(app, store, f, lock_on_unavailable="raise", on_retry=on_retry)

@@ -65,7 +65,7 @@ class Producer:
         return messages
 
     def flush(self):
-        app_state.state_of(self.app).flush()
+        app_state.guard_for(self.app).flush()
 
     def claims(self):
         """claim_key -> (task_id, seconds left)."""
@@ -307,7 +307,7 @@ def test_a_claim_outlives_a_producer_that_ends_at_once(producer, end):
 
 def test_a_claim_that_is_confirmed_only_later_ends_early_with_such_a_producer(producer):
     """The negative control."""
-    later = "from celery_syncguard.tasks import publishing\npublishing._confirm = lambda *a, **k: None\n"
+    later = "from celery_syncguard.tasks import claims\nclaims.confirm = lambda *a, **k: None\n"
     assert _run_producer(producer.dsn, later + "work.delay(1)\nos._exit(0)\n") == 0
     assert 0 < producer.claims()["1"][1] <= 10
 

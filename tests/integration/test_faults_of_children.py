@@ -13,6 +13,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_syncguard import ImproperlyConfigured, InvalidKey, LockedTask
 from celery_syncguard.tasks import app_state, publishing
+from celery_syncguard.tasks.undertaker import undertaker
 
 
 class Hooks:
@@ -252,6 +253,6 @@ def test_an_errback_that_a_worker_s_main_process_cannot_send_fails_by_itself(app
     # The negative control: anybody else who gives a parent is told.
     with pytest.raises((ImproperlyConfigured, InvalidKey)):
         fail()
-    monkeypatch.setattr("celery_syncguard.tasks.worker.is_worker", lambda: True)
+    monkeypatch.setattr(undertaker, "_worker", object())
     fail()
     faulty.check()

@@ -91,7 +91,7 @@ def test_without_starting_afresh_the_children_would_speak_over_the_parents_conne
 _BUSY_PROGRAM = """
 import os, signal, sys, threading, traceback
 from celery import Celery
-from celery_syncguard.tasks import app_state
+from celery_syncguard.tasks import app_state, claims
 from celery_syncguard.core.loop import Bell
 
 app = Celery("busy", broker="memory://", set_as_current=False)
@@ -99,8 +99,8 @@ app.conf.syncguard_dsn = sys.argv[1]
 ours = app_state.state_of(app)
 lease = ours.guard.try_acquire("parent", ttl=60)
 lease.renew()
-ours.confirmer.end("claim", task_id="nobody's", ttl=5)
-ours.flush()
+claims.end(ours.guard, "claim", claims.Outcome.VOID, task_id="nobody's", later=True)
+ours.guard.flush()
 
 seen, locks = set(), []
 KINDS = (type(threading.Lock()), type(threading.RLock()))
@@ -135,8 +135,9 @@ if pid == 0:
     try:
         with app_state.guard_for(app).hold("child") as own:
             assert own.renew()
-        ours.confirmer.end("claim", task_id="nobody's", ttl=5)
-        ours.flush()
+        claims.end(ours.guard, "claim", claims.Outcome.VOID, task_id="nobody's", later=True)
+        ours.guard.flush()
+        assert not ours.guard.outbox.waiting
         ours.close()
         os._exit(0)
     except BaseException:

@@ -18,7 +18,7 @@ from kombu.common import Broadcast
 
 from celery_syncguard import LockedTask
 from celery_syncguard.core.memory import MemoryStore
-from celery_syncguard.tasks import app_state, delivery, publishing, queues
+from celery_syncguard.tasks import app_state, delivered, publishing, queues
 from celery_syncguard.testing import hold_elsewhere
 from tests.fixtures.polling import poll
 
@@ -503,7 +503,7 @@ def test_what_was_sent_to_every_worker_runs_once_in_each_one_after_the_other_and
 @pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
 def test_without_waiting_in_place_what_comes_back_goes_to_every_worker(two_workers, monkeypatch):
     """The negative control. (On Redis it is lost: a worker that only publishes there does not know that it goes to all.)"""
-    monkeypatch.setattr(delivery, "is_broadcast", lambda app, delivery_info: False)
+    monkeypatch.setattr(delivered, "is_broadcast", lambda app, delivery_info: False)
     one, drain = two_workers
     gated = Gated(one.app)
     gated.task.apply_async((1,), declare=[one.queue.exchange])

@@ -101,7 +101,7 @@ def test_without_confirms_it_is_no_error_and_its_claim_stays(make, rabbit, pg_ds
     lost = rabbit.swallow_next_request(b"syncguard")
     task.delay(1)
     assert lost.wait(10)
-    app_state.state_of(app).flush()
+    app_state.guard_for(app).flush()
     assert claims(pg_dsn)["1"] > 3500
     assert task.delay(1).duplicate
     assert queued(app, rabbit) == 1
@@ -119,7 +119,7 @@ def test_a_second_attempt_of_the_publish_waits_for_its_answer_too(make, rabbit, 
     assert not task.delay(1).duplicate
     assert lost.is_set()
     assert queued(app, rabbit) == 1 + (first == "plain")
-    app_state.state_of(app).flush()
+    app_state.guard_for(app).flush()
     assert claims(pg_dsn)["1"] > 3500
     with app.producer_pool.acquire() as producer:
         assert producer.channel.basic_publish == producer.channel.basic_publish_confirm

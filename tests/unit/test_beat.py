@@ -372,8 +372,8 @@ def test_celerys_deadline_for_crontabs_holds_under_every_rule(scheduler, monkeyp
     one = lead(scheduler(app))
     one._retire()
     hand.ahead += 3600 * 3.0
-    poll(lambda: one.tick() is not None and "fast" in {entry for entry, _ in sent(one)})
-    poll(lambda: one.tick() > 0)
+    poll(lambda: one.tick() is not None and "fast" in {entry for entry, _ in sent(one)}, timeout=40)
+    poll(lambda: one.tick() > 0, timeout=40)
     assert len([entry for entry, _ in sent(one) if entry == "hourly"]) == hours
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from celery import Celery
 
 from celery_syncguard import Lease, SyncGuard
 from celery_syncguard import guard as guard_module
-from celery_syncguard.core import renewer
 from celery_syncguard.core.memory import MemoryStore
 from celery_syncguard.core.store import Release, Renewal
 from celery_syncguard.errors import StoreUnavailable
-from celery_syncguard.tasks import app_state
 from celery_syncguard.testing import FakeClock
 from tests.fixtures.polling import poll
 
@@ -147,11 +143,9 @@ def test_what_could_not_be_released_is_released_before_the_process_ends(guard: S
     store.mood = "unreachable"
     for lease in leases:
         lease.release()
-    guard._renewer._releaser.stop()
+    guard.outbox._loop.stop()
     store.mood = "renewed"
-    app = Celery("ending", set_as_current=False)
-    app_state.state_of(app)._guard = guard
-    app_state._flush_all()  # at the end of a worker, of its children, and of any other process
+    guard_module.flush_all()  # at the end of a worker, of its children, and of any other process
     assert guard.locks() == []
 
 
@@ -188,11 +182,12 @@ def test_a_completion_is_repeated_until_it_is_written_however_long_that_takes(gu
         store.mood = "unreachable"
         guard.release_lease(done, run_key="run", run_ttl=60.0, attempt_done=True)
         guard.release_lease(plain)
-        guard._renewer._releaser.stop()
+        guard.outbox._loop.stop()
         time.advance(3600)
-        guard._renewer._release_late()
+        with pytest.raises(StoreUnavailable):
+            guard.outbox.deliver()
         store.mood = "renewed"
-        guard._renewer._release_late()
+        guard.outbox.deliver()
         assert guard.store.locks() == []
         assert list(store._completions) == ["run"]
         assert "plain" in store._rows
@@ -224,41 +219,6 @@ def test_what_is_released_after_the_close_is_told_at_the_end_of_the_process(
     guard.close()
     store.mood = "unreachable"
     guard.release_lease(lease, run_key="run", run_ttl=60.0, attempt_done=True)
-    guard_module._flush_guards()
+    guard_module.flush_all()
     told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert told == ["task t is done but that could not be written ('run'): if it is delivered again, it runs again"]
-
-
-def test_releases_that_wait_are_bounded_and_what_is_beyond_is_told(
-    guard: SyncGuard, store: Moody, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(renewer, "MAX_LATE", 2)
-    store.mood = "unreachable"
-    for number in range(3):
-        guard.release_lease(acquire(guard, f"k{number}", ttl=60), run_key=f"run:{number}", run_ttl=60.0)
-    assert [record.args[1] for record in caplog.records if record.levelname == "ERROR" and record.args] == ["run:2"]
-    store.mood = "renewed"
-    poll(lambda: sorted(store._completions) == ["run:0", "run:1"])
-
-
-def test_releases_that_are_held_up_do_not_hold_up_a_new_one(guard: SyncGuard, store: Moody) -> None:
-    """Each of them waits for its row for up to 2 s."""
-    guard._renewer._releaser.stop()
-    tried: list[str] = []
-
-    def release(release: Release) -> Any:
-        tried.append(release.key)
-        if release.key.startswith("busy"):
-            raise StoreUnavailable("the lock row is locked")
-        return MemoryStore.release(store, release)
-
-    store.release = release  # type: ignore[method-assign]
-    guard._renewer.stop()
-    for key in ("busy 1", "busy 2", "busy 3", "free"):
-        guard._renewer.abandon(Release(key=key, lock_id="x"), until=math.inf)
-        if key != "free":
-            guard._renewer._release_late()
-    tried.clear()
-    guard._renewer._release_late()
-    assert tried[0] == "free"
-    guard._renewer._late.clear()

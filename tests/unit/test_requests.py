@@ -12,6 +12,7 @@ from celery.worker.request import Request
 
 from celery_syncguard import LockedTask
 from celery_syncguard.tasks import app_state, worker
+from celery_syncguard.tasks.undertaker import undertaker
 from celery_syncguard.tasks.worker import GuardedRequest
 
 
@@ -34,7 +35,7 @@ class Queue:
         self.connection = self.app.connection()
         self.binding = app_state.state_of(self.app)
         self.went_back = False
-        worker._undertaker.bind(None, self.binding)
+        undertaker.bind(None, self.binding)
 
     def message(self):
         return self.app.amqp.queues["requests"](self.connection.channel()).get(no_ack=True)

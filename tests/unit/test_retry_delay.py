@@ -7,7 +7,8 @@ import statistics
 
 import pytest
 
-from celery_syncguard.tasks.delivery import Delivery
+from celery_syncguard.tasks import not_run
+from celery_syncguard.tasks.delivered import Delivered
 from celery_syncguard.tasks.header import Header
 from celery_syncguard.tasks.options import DEFAULTS
 
@@ -20,8 +21,8 @@ def _same_luck_every_time() -> None:
 def delays(bounds: object, *, held: int) -> list[float]:
     """What a message draws that found the lock held `held` times before."""
     options = DEFAULTS.replace({"lock_retry_delay": bounds})
-    run = Delivery(None, None, Header(held=held), options)
-    return [run._delay() for _ in range(500)]
+    run = Delivered(None, None, Header(held=held), options)
+    return [not_run._delay(run) for _ in range(500)]
 
 
 @pytest.mark.parametrize("bounds", [(1, 60), (0.2, 1), (0.01, 86_400), (5, 5.5)], ids=str)
