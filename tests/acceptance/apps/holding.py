@@ -76,15 +76,6 @@ def try_to_write(self, key):
             record_task("written", self, key=key)
 
 
-@app.task(base=Held, bind=True)
-def ask(self, key, gate_name):
-    """Goes on where nothing interrupts it, and asks before it writes."""
-    start(self, key)
-    gate.wait_at(gate_name)
-    try_to_write(self, key)
-    self.lease.check()
-
-
 @app.task(base=Held, bind=True, lock_on_lost="continue")
 def hold_on(self, key, gate_name):
     """The same without our protection: told nothing, and does not ask."""
