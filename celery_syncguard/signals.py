@@ -14,7 +14,9 @@
 
 from __future__ import annotations
 
-from celery.utils.dispatch import Signal
+from typing import Any
+
+from celery.signals import task_prerun
 
 __all__ = [
     "leader_elected",
@@ -27,6 +29,9 @@ __all__ = [
     "task_duplicate",
     "task_skipped",
 ]
+
+#: Celery documents its signals, not where their class is.
+Signal: Any = type(task_prerun)
 
 lock_acquired = Signal(name="lock_acquired", providing_args={"lease"})
 lock_held = Signal(name="lock_held", providing_args={"held", "outcome", "delay"})

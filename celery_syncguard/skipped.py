@@ -12,10 +12,10 @@ import dataclasses
 from collections import deque
 from typing import Any
 
-from celery import states
 from celery.app.task import Context
-from celery.backends.base import Backend, BaseKeyValueStoreBackend
 from kombu.utils.json import register_type
+
+from celery_syncguard.tasks.celery_internals import add_ready_state
 
 __all__ = ["SKIPPED", "Skipped", "marker_for", "register", "settle", "wants_result"]
 
@@ -41,13 +41,7 @@ class Skipped:
 def register() -> None:
     """Make SKIPPED a state in which Celery's results are ready, and the marker a type that JSON results can carry."""
     register_type(Skipped, "syncguard.skipped", Skipped.as_dict, lambda facts: Skipped(**facts))
-    if SKIPPED not in states.READY_STATES:
-        states.READY_STATES = frozenset({*states.READY_STATES, SKIPPED})
-        states.ALL_STATES = frozenset({*states.ALL_STATES, SKIPPED})
-        # The base class copied the set when it was made; its subclasses look it up there. So did a default argument.
-        copied, Backend.READY_STATES = Backend.READY_STATES, states.READY_STATES
-        get_many = BaseKeyValueStoreBackend.get_many
-        get_many.__defaults__ = tuple(Backend.READY_STATES if one is copied else one for one in get_many.__defaults__)
+    add_ready_state(SKIPPED)
 
 
 def marker_for(backend: Any, skipped: Skipped) -> Any:

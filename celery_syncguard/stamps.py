@@ -26,7 +26,7 @@ from celery import signals
 from celery_syncguard.core.events import logger
 from celery_syncguard.hlc import HlcError, HybridLogicalClock
 
-__all__ = ["HEADER", "MAX_DRIFT", "clock_for", "follow_setting", "install_stamps"]
+__all__ = ["HEADER", "MAX_DRIFT", "clock_for", "follow_setting", "install_stamps", "real_app"]
 
 HEADER = "syncguard_hlc"
 # Seconds. Machines without NTP are hours off at worst, a stamp in the wrong unit or from a broken battery clock years.
@@ -134,13 +134,13 @@ def _on_publish(headers: MutableMapping[str, Any] | None = None, **_: Any) -> No
 
 @signals.task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]
 def _on_prerun(sender: Any = None, task_id: str | None = None, **_: Any) -> None:
-    stamps = _real(sender.app).__dict__.get(_ATTRIBUTE)
+    stamps = real_app(sender.app).__dict__.get(_ATTRIBUTE)
     if stamps is not None:
         stamps.observe(sender.request, task_id)
 
 
 def _stamps_of(app: Any) -> _Stamps:
-    real = _real(app)
+    real = real_app(app)
     found: _Stamps | None = real.__dict__.get(_ATTRIBUTE)
     if found is None:
         # setdefault, because two threads may be the first to ask.
@@ -149,8 +149,11 @@ def _stamps_of(app: Any) -> _Stamps:
     return found
 
 
-def _real(app: Any) -> Any:
-    """The application itself where `celery.current_app` or another proxy stands for it."""
+def real_app(app: Any) -> Any:
+    """The application itself where `celery.current_app` or another proxy stands for it.
+
+    Relies on `_get_current_object` of Celery's proxies. Without it: the proxy, which has settings and a guard of its own.
+    """
     current = getattr(app, "_get_current_object", None)
     return app if current is None else current()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
+from celery_syncguard.tasks import kombu_internals
 
 __all__ = ["Broker", "bounded_connection", "discard"]
 
@@ -76,6 +77,6 @@ def bounded_connection(app: Any) -> Any:
 def discard(connection: Any) -> None:
     """Close a connection that is broken, perhaps."""
     try:
-        connection.collect()
+        kombu_internals.discard(connection)
     except Exception as exc:  # it is thrown away in any case  # noqa: BLE001
         logger.debug("a broken connection did not close: %s", exc)

@@ -25,13 +25,14 @@ from celery import beat
 from django.core.exceptions import ObjectDoesNotExist
 from django.db import DatabaseError, InterfaceError, close_old_connections, router, transaction
 from django_celery_beat.schedulers import DatabaseScheduler
-from django_celery_beat.schedulers import logger as their_logger
 
 from celery_syncguard.beat.agenda import Agenda
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
+from celery_syncguard.core.libraries import require
+from celery_syncguard.tasks.celery_internals import heap_event
 
-__all__ = ["SeesEdits"]
+__all__ = ["SeesEdits", "refuse_unfit"]
 
 #: The longest time between two looks at the rows, in seconds, and the shortest one (or ten times as long as a look takes).
 _OFTEN_ENOUGH, _OFTEN = 5.0, 1.0
@@ -53,6 +54,16 @@ _READING = {
 }
 #: If more rows than these have changed, the whole table is read.
 _MANY = 300
+
+
+def refuse_unfit() -> None:
+    """Raises ImproperlyConfigured if `DatabaseScheduler` has not got what `SeesEdits` extends. It is the only one here that
+    knows what is inside of that.
+    """
+    names = _READING - {"enabled_models", "enabled_models_qs"} | {"_heap_invalidated", "_schedule"}
+    require(
+        "django-celery-beat", *(f"django_celery_beat.schedulers:DatabaseScheduler.{name}" for name in sorted(names))
+    )
 
 
 class SeesEdits:
@@ -185,7 +196,7 @@ class SeesEdits:
         self._schedule.update(found)
         touched = before | found.keys()
         heap = [event for event in self._heap if event.entry.name not in touched]
-        heap += [beat.event_t(clock.now(), 5, entry) for entry in found.values()]
+        heap += [heap_event()(clock.now(), 5, entry) for entry in found.values()]
         heapq.heapify(heap)
         self._heap = heap
         if before - found.keys():
@@ -280,4 +291,4 @@ def _without_stack(record: logging.LogRecord) -> bool:
 
 
 # A database that is down is no fault of the code: one line without a stack says so, and the next look asks again.
-their_logger.addFilter(_without_stack)
+logging.getLogger(DatabaseScheduler.__module__).addFilter(_without_stack)

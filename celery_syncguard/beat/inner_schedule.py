@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points
+from pkgutil import resolve_name
 from typing import Any
 
 from celery import beat
-from celery.utils.imports import load_extension_class_names, qualname, symbol_by_name
 
 from celery_syncguard.beat.slot_sender import sending
 from celery_syncguard.core.events import logger
 from celery_syncguard.errors import ImproperlyConfigured
 
-__all__ = ["attempt", "close_schedule", "inner_class", "open_schedule", "scheduler_class", "tell_what_is_missing"]
+__all__ = [
+    "attempt",
+    "close_schedule",
+    "full_name",
+    "inner_class",
+    "open_schedule",
+    "scheduler_class",
+    "tell_what_is_missing",
+]
 
 _SETTING = "syncguard_beat_scheduler"
 
@@ -27,7 +36,7 @@ def scheduler_class(wanted: str | type | None, leader: type, *, setting: str = _
     if wanted is None:
         return beat.Scheduler  # type: ignore[no-any-return]
     try:
-        found = symbol_by_name(wanted, aliases=dict(load_extension_class_names("celery.beat_schedulers")))
+        found = _loaded(wanted) if isinstance(wanted, str) else wanted
     except Exception as exc:
         raise ImproperlyConfigured(f"{setting}: cannot load {wanted!r}: {exc}") from exc
     if not isinstance(found, type) or not issubclass(found, beat.Scheduler):
@@ -36,11 +45,17 @@ def scheduler_class(wanted: str | type | None, leader: type, *, setting: str = _
         raise ImproperlyConfigured(f"{_SETTING} is the schedule inside the leader, it cannot be the leader")
     if any(base.__module__.partition(".")[0] == "redbeat" for base in found.__mro__):
         raise ImproperlyConfigured(
-            f"{setting} is {qualname(found)}, which has a lock of its own and sends entries that are Redis keys, not "
+            f"{setting} is {full_name(found)}, which has a lock of its own and sends entries that are Redis keys, not "
             'slots: move them to beat_schedule or django-celery-beat, and set syncguard_beat_scheduler to "django", or '
             'to "celery.beat:Scheduler" for beat_schedule'
         )
     return found
+
+
+def _loaded(name: str) -> Any:
+    """What a name means for Celery: an entry point, or a path."""
+    found = entry_points(group="celery.beat_schedulers", name=name)
+    return next(iter(found)).load() if found else resolve_name(name)
 
 
 def inner_class(wanted: str | type | None, configured: str | type | None, leader: type) -> type:
@@ -58,6 +73,11 @@ def inner_class(wanted: str | type | None, configured: str | type | None, leader
     return scheduler_class(wanted, leader)
 
 
+def full_name(cls: type) -> str:
+    """The name of a class, with its module."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def open_schedule(cls: type, app: Any, *args: Any, **kwargs: Any) -> Any:
     """A scheduler of that class that sends slots."""
     try:
@@ -70,16 +90,20 @@ def open_schedule(cls: type, app: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def close_schedule(inner: Any) -> None:
-    """Close the scheduler of a term that is over."""
+    """Close the scheduler of a term that is over.
+
+    Relies on two attributes of django-celery-beat's. Without `_dirty` it may write times that are older than the next leader's;
+    without `_finalize` it stays in memory until the process ends.
+    """
     if hasattr(inner, "_dirty"):
-        inner._dirty = set()  # noqa: SLF001 - django-celery-beat would write what the next leader has written since
+        inner._dirty = set()  # noqa: SLF001 - it would write what the next leader has written since
     attempt(inner.close, "could not close its schedule")
     connection = inner.__dict__.pop("connection", None)  # Celery before 5.7 keeps it open
     if connection is not None:
         attempt(connection.release, "could not close its connection to the broker")
     finalizer = getattr(inner, "_finalize", None)
     if finalizer is not None:
-        finalizer.cancel()  # or every term would stay in memory until the process ends
+        finalizer.cancel()
 
 
 def attempt(action: Callable[[], object], failure: str) -> None:
@@ -101,7 +125,7 @@ def tell_what_is_missing(inner: Any, cls: type, *, chosen: bool) -> None:
         logger.warning(
             "leading an empty schedule, so nothing is sent: %s has no entries; if they are elsewhere, name the "
             "scheduler class that has them in syncguard_beat_scheduler",
-            qualname(cls),
+            full_name(cls),
         )
 
 

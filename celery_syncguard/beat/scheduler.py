@@ -19,11 +19,8 @@ import threading
 from datetime import datetime
 from typing import Any
 
-from billiard import common as billiard_common
-from billiard.process import current_process
 from celery import beat
 from celery.signals import beat_embedded_init, beat_init
-from celery.utils.imports import qualname
 from kombu.exceptions import OperationalError
 
 from celery_syncguard import signals
@@ -33,11 +30,13 @@ from celery_syncguard.beat.entry_rows import of_the_database
 from celery_syncguard.beat.inner_schedule import (
     attempt,
     close_schedule,
+    full_name,
     inner_class,
     open_schedule,
     tell_what_is_missing,
 )
 from celery_syncguard.beat.postgres_slots import open_slots
+from celery_syncguard.beat.slot_sender import sending
 from celery_syncguard.beat.slots import PRUNED_AT_MOST
 from celery_syncguard.beat.timekeeper import Timekeeper
 from celery_syncguard.core import clock
@@ -47,6 +46,8 @@ from celery_syncguard.core.lease import Lease
 from celery_syncguard.errors import LeaseLost, NoLease, SyncGuardError
 from celery_syncguard.postgres.connection import describe_dsn
 from celery_syncguard.tasks import app_state
+from celery_syncguard.tasks.billiard_internals import parent_pid, term_signal
+from celery_syncguard.tasks.celery_internals import is_of_beat, refuse_unfit_beat, sync_noting
 
 __all__ = ["LeaderScheduler"]
 
@@ -82,12 +83,14 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
 
     def __init__(self, app: Any, *args: Any, **kwargs: Any) -> None:
         self.take_signals()  # first: Celery's handler would make another scheduler, in the middle of this
+        refuse_unfit_beat()
         self._arguments = (args, {**kwargs, "lazy": False})
         super().__init__(app, *args, **{**kwargs, "lazy": True})
         app_state.attach(app)
         self._settings = app_state.settings_for(app)
         self._guard = app_state.guard_for(app)
         self._class = inner_class(self._settings.beat_scheduler, app.conf.beat_scheduler, LeaderScheduler)
+        sending(self._class)  # refuses a class that it does not fit
         self._slots = open_slots(self._guard.store, self._settings.leader_key)
         self._inner: Any = None
         self._agenda: Agenda | None = None
@@ -106,7 +109,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         return (
             f"    . leader key -> {self._settings.leader_key} (ttl {self._settings.leader_ttl:g} s)\n"
             f"    . state -> {where}\n"
-            f"    . schedule of the leader -> {qualname(self._class)}"
+            f"    . schedule of the leader -> {full_name(self._class)}"
         )
 
     def get_schedule(self) -> Any:
@@ -149,7 +152,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
             return
         try:
             self._busy = True
-            attempt(self._inner._do_sync, "could not write back its schedule")  # noqa: SLF001 - notes when it was
+            attempt(lambda: sync_noting(self._inner), "could not write back its schedule")
         finally:
             self._busy = False
 
@@ -185,7 +188,8 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         """
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGTERM, signal.SIGINT):
-                if getattr(signal.getsignal(signum), "__module__", None) in ("celery.apps.beat", __name__):
+                handler = signal.getsignal(signum)
+                if is_of_beat(handler) or getattr(handler, "__module__", None) == __name__:
                     signal.signal(signum, self._on_signal)
 
     def _on_signal(self, _signum: int, _frame: Any) -> None:
@@ -363,6 +367,5 @@ def _end_with_worker(sender: Any = None, **_: Any) -> None:
     # A worker ends its beat by one signal, sent once and not waited for; a worker that is killed sends none.
     scheduler = sender.scheduler
     if isinstance(scheduler, LeaderScheduler):
-        signal.signal(billiard_common.TERM_SIGNAL, scheduler._on_signal)  # noqa: SLF001
-        # Noted before the fork: the worker may be gone by now. It is the only name that billiard has for it.
-        scheduler.worker = getattr(current_process(), "_parent_pid", None) or os.getppid()
+        signal.signal(term_signal(), scheduler._on_signal)  # noqa: SLF001
+        scheduler.worker = parent_pid()

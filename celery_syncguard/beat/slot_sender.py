@@ -26,19 +26,18 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from celery import beat
-from celery.schedules import schedstate
 from kombu.exceptions import OperationalError
-from kombu.utils.objects import cached_property
 
 from celery_syncguard.beat.agenda import CATCH_UP_OPTION, Agenda, Place
 from celery_syncguard.beat.broker import Broker, bounded_connection, discard
 from celery_syncguard.beat.entry_rows import count_runs, end_clocked, is_one_off, of_the_database, uncounted_unless_done
 from celery_syncguard.beat.slots import Slot
-from celery_syncguard.beat.timetable import altered, describe
+from celery_syncguard.beat.timetable import describe
 from celery_syncguard.beat.undisturbed import undisturbed
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
 from celery_syncguard.errors import DuplicateTask, LeaseLost, NoLease, SchemaBehind, StoreUnavailable, SyncGuardError
+from celery_syncguard.tasks.celery_internals import due_now, heap_event
 
 __all__ = ["SendsSlots", "sending"]
 
@@ -48,14 +47,21 @@ _LOOKING = 1.0
 #: More than there is between two slots of any schedule: the longest are the years between two 29ths of February.
 _LONG_AGO = timedelta(days=3000)
 
+HeapEvent = heap_event()
+
 
 @functools.cache
 def sending(inner: type) -> type:
-    """The class `inner`, sending slots."""
+    """The class `inner`, sending slots.
+
+    Raises:
+        ImproperlyConfigured: it is django-celery-beat's, of a version that does not fit.
+    """
     bases: list[type] = [SendsSlots, inner]
     if any(base.__module__.startswith("django_celery_beat.") for base in inner.__mro__):
-        from celery_syncguard.beat.django_schedule import SeesEdits
+        from celery_syncguard.beat.django_schedule import SeesEdits, refuse_unfit
 
+        refuse_unfit()
         bases.insert(1, SeesEdits)
     return type(f"Leading{inner.__name__}", tuple(bases), {})
 
@@ -114,9 +120,9 @@ class SendsSlots:
                 with uncounted_unless_done(entry, self._agenda.places[entry.name], getattr(self, "_dirty", set())):
                     following = self.reserve(entry)
                     self.apply_entry(entry, producer=self.producer)
-                heapq.heappush(heap, beat.event_t(self._when(following, delay), event.priority, following))
+                heapq.heappush(heap, HeapEvent(self._when(following, delay), event.priority, following))
                 return 0.0
-            heapq.heappush(heap, beat.event_t(self._when(entry, max(delay, 0.001)), event.priority, entry))
+            heapq.heappush(heap, HeapEvent(self._when(entry, max(delay, 0.001)), event.priority, entry))
         if self._heap is None:
             return 0.0  # time has jumped meanwhile: this heap's is over
         return min(self.max_interval, max(0.0, heap[0].time - clock.now())) if heap else self.max_interval
@@ -128,7 +134,7 @@ class SendsSlots:
         for entry in schedule.values():
             # What is not looked at now is the first that the next ticks look at.
             due, delay = self._due(entry) if clock.now() < until else (True, 0.0)
-            heap.append(beat.event_t(self._when(entry, 0.0 if due else delay), 5, entry))
+            heap.append(HeapEvent(self._when(entry, 0.0 if due else delay), 5, entry))
         heapq.heapify(heap)
         self._heap = heap
 
@@ -317,11 +323,11 @@ class SendsSlots:
         if connection is not None:
             discard(connection)
 
-    @cached_property
+    @functools.cached_property
     def connection(self) -> Any:
         return bounded_connection(self.app)
 
-    @cached_property
+    @functools.cached_property
     def producer(self) -> Any:
         # Celery takes it for each entry, due or not: it connects only when something is sent.
         producer = self.Producer(self.connection, auto_declare=False)
@@ -348,7 +354,7 @@ def _due_now(plan: Any) -> Any:
     """
     if not type(plan).is_due.__module__.startswith(("celery.", "django_celery_beat.")):
         return plan
-    return altered(plan, is_due=lambda _last_run_at: schedstate(is_due=True, next=0.0))
+    return due_now(plan)
 
 
 def _causes(exc: BaseException | None) -> Iterator[BaseException]:

@@ -27,9 +27,10 @@ from datetime import MAXYEAR, MINYEAR, date, datetime, timedelta, timezone, tzin
 from typing import Any
 
 from celery.schedules import BaseSchedule, crontab, schedule, solar
-from celery.utils.time import LocalTimezone
 
-__all__ = ["LATE", "MAX_MISSED", "altered", "choose", "describe", "due_between", "grid_start", "next_due", "once_only"]
+from celery_syncguard.tasks.celery_internals import altered, has_fields, is_system_zone
+
+__all__ = ["LATE", "MAX_MISSED", "choose", "describe", "due_between", "grid_start", "next_due", "once_only"]
 
 #: The most slots of one entry that are caught up under "all".
 MAX_MISSED = 64
@@ -116,13 +117,6 @@ def once_only(plan: Any) -> datetime | None:
     return instant.astimezone(timezone.utc) if isinstance(instant, datetime) else None
 
 
-def altered(plan: Any, **attributes: Any) -> Any:
-    """A copy of a schedule with other attributes. Made without its constructor, which may be any."""
-    twin = object.__new__(type(plan))
-    twin.__dict__.update(plan.__dict__, **attributes)
-    return twin
-
-
 def _walk(plan: Any, after: datetime, now: datetime) -> tuple[list[datetime], bool]:
     """The slots that `_STEPS` steps find, and whether these are all up to `now`."""
     slots: list[datetime] = []
@@ -187,6 +181,7 @@ def _is_crontab(plan: Any) -> bool:
         isinstance(plan, crontab)
         and type(plan).remaining_estimate is crontab.remaining_estimate
         and type(plan).remaining_delta is crontab.remaining_delta
+        and has_fields(plan)
     )
 
 
@@ -345,6 +340,5 @@ def _midnight(day: date) -> datetime:
 
 
 def _offset(instant: datetime, zone: tzinfo) -> timedelta:
-    # Celery's own class for the system's zone is an hour off around a change.
-    there = instant.astimezone(None if isinstance(zone, LocalTimezone) else zone)
+    there = instant.astimezone(None if is_system_zone(zone) else zone)
     return there.utcoffset() or timedelta()

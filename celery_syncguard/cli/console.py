@@ -138,7 +138,7 @@ def load_app(app: Any) -> Any:
     """The Celery application of this name, found as `celery -A` finds it, or `ImproperlyConfigured`; or the one given."""
     if not isinstance(app, str):
         return app
-    from celery.app.utils import find_app
+    from celery_syncguard.tasks.celery_internals import find_app
 
     try:
         return find_app(app)

@@ -13,23 +13,25 @@ from celery_syncguard.errors import ImproperlyConfigured
 
 __all__ = ["find", "require", "unfit"]
 
+_MISSING = object()
 
-def find(path: str) -> Any:
-    """What `module` or `module:attribute.attribute` names; None if that is not there."""
+
+def find(path: str, missing: Any = None) -> Any:
+    """What `module` or `module:attribute.attribute` names, or `missing`."""
     module, _, attributes = path.partition(":")
     try:
         found = importlib.import_module(module)
         for name in filter(None, attributes.split(".")):
             found = getattr(found, name)
     except (ImportError, AttributeError):
-        return None
+        return missing
     return found
 
 
 def require(library: str, *paths: str) -> None:
     """Raises ImproperlyConfigured unless all these are there."""
     for path in paths:
-        if find(path) is None:
+        if find(path, _MISSING) is _MISSING:
             raise unfit(library, f"{path.replace(':', '.')} does not exist")
 
 

@@ -10,13 +10,15 @@ import threading
 import weakref
 from typing import Any
 
-from celery import Celery, concurrency
+from celery import Celery
 from celery.signals import worker_init, worker_process_shutdown, worker_shutdown
 
 from celery_syncguard import signals, stamps
 from celery_syncguard.core.config import Settings
 from celery_syncguard.core.process import forget_in_children
 from celery_syncguard.guard import SyncGuard, flush_all
+from celery_syncguard.stamps import real_app
+from celery_syncguard.tasks.celery_internals import pool_module
 
 __all__ = ["AppState", "attach", "guard_for", "settings_for", "state_of"]
 
@@ -69,17 +71,12 @@ _mutex = threading.Lock()
 
 def state_of(app: Celery) -> AppState:
     """What the application has of ours; made at the first call."""
-    app = _real(app)
+    app = real_app(app)
     found = _states.get(app)
     if found is None:
         with _mutex:
             found = _states.setdefault(app, AppState(app))
     return found
-
-
-def _real(app: Any) -> Celery:
-    getter = getattr(app, "_get_current_object", None)
-    return getter() if getter is not None else app
 
 
 def guard_for(app: Celery) -> SyncGuard:
@@ -98,7 +95,7 @@ def settings_for(app: Celery) -> Settings:
 
 def attach(app: Celery) -> None:
     """Make an application ready for our tasks. May be repeated."""
-    app = _real(app)
+    app = real_app(app)
     if app in _states:
         return
     state_of(app)
@@ -110,12 +107,12 @@ def _check_worker(sender: Any = None, **_: Any) -> None:
     from celery_syncguard.tasks import worker
 
     if sender.app in _states:
-        _check_pool(sender.pool_cls)
+        _check_pool(sender)
         worker.start(sender, state_of(sender.app))
 
 
-def _check_pool(pool: Any) -> None:
-    if concurrency.get_implementation(pool).__module__.partition(".")[0] == "celery_aio_pool":
+def _check_pool(worker: Any) -> None:
+    if pool_module(worker).partition(".")[0] == "celery_aio_pool":
         sys.stderr.write(
             "celery-syncguard: celery-aio-pool calls bodies in other threads than Celery's tracer, where nothing could be locked: "
             "start this worker with another pool, and let bodies call asyncio.run(...)\n"

@@ -22,8 +22,6 @@ import enum
 from datetime import datetime
 from typing import Any
 
-from celery.utils.time import maybe_iso8601, maybe_make_aware
-
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
 from celery_syncguard.core.lease import MAX_TTL, Lease
@@ -31,6 +29,7 @@ from celery_syncguard.core.outbox import Letter
 from celery_syncguard.core.store import Claim
 from celery_syncguard.errors import SyncGuardError
 from celery_syncguard.guard import SyncGuard
+from celery_syncguard.tasks.celery_internals import instant
 
 __all__ = ["Outcome", "confirm", "end", "keep", "life", "make", "renew", "seconds_until"]
 
@@ -160,5 +159,5 @@ def seconds_until(app: Any, moment: Any, countdown: float | None) -> float | Non
     """From now to a moment as Celery takes them: a number of seconds, a datetime or its ISO form."""
     moment = countdown if countdown is not None else moment
     if isinstance(moment, (str, datetime)):
-        moment = (maybe_make_aware(maybe_iso8601(moment), app.timezone) - app.now()).total_seconds()
+        moment = (instant(app, moment) - app.now()).total_seconds()
     return None if moment is None else float(moment)

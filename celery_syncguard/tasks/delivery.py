@@ -23,7 +23,6 @@ from typing import Any
 
 from celery.exceptions import Ignore, Reject, Retry
 from celery.states import RETRY, STARTED
-from celery.utils.threads import get_ident
 
 from celery_syncguard import signals, skipped
 from celery_syncguard.core.events import logger
@@ -33,6 +32,7 @@ from celery_syncguard.core.process import default_holder, process_id
 from celery_syncguard.core.store import Acquire, Dead, Done, Held
 from celery_syncguard.errors import LeaseLost, LockHeld, SchemaBehind, StoreUnavailable, SyncGuardError
 from celery_syncguard.tasks import claims, not_run
+from celery_syncguard.tasks.celery_internals import get_ident
 from celery_syncguard.tasks.claims import Outcome
 from celery_syncguard.tasks.delivered import Delivered
 from celery_syncguard.tasks.header import Header
@@ -75,7 +75,7 @@ def end_without_turn(task: Any, request: Any, state: str | None, outcome: Any) -
     """After each delivery: if its task was over before we had our turn, as `before_start` or `__call__` raised or the header
     could not be read, its claim ends here.
     """
-    if _REACHED in request.__dict__ or (claim_key := Header.claim_in(request.headers)) is None:
+    if hasattr(request, _REACHED) or (claim_key := Header.claim_in(request.headers)) is None:
         return
     options = task.plan().options
     try:
@@ -110,7 +110,7 @@ class Delivery(Delivered):
             args, kwargs: of the task, for the keys that its message lacks.
             autoretry: Celery's, around everything but the end.
         """
-        self.request.__dict__[_REACHED] = True
+        setattr(self.request, _REACHED, True)
 
         def attempt() -> Any:
             self.complete(args, kwargs)
@@ -206,7 +206,7 @@ class Delivery(Delivered):
 
     def _run_body(self, body: Callable[[], Any]) -> Any:
         self.outcome = Outcome.ENDED
-        self.request.__dict__[DELIVERY] = self
+        setattr(self.request, DELIVERY, self)
         runs = _running.setdefault(get_ident(), [])
         try:
             try:
@@ -241,7 +241,8 @@ class Delivery(Delivered):
         signals.lock_acquired.send(sender=self.task, lease=lease)
         if self.options.lock_on_lost == "interrupt":
             self.interrupt = interrupt_for()
-            lease.on_lost = self.interrupt.fire
+            if self.interrupt is not None:
+                lease.on_lost = self.interrupt.fire
             if lease.lost_reason is not None:
                 # Lost before anybody could have been told.
                 raise lease.loss()
@@ -292,7 +293,8 @@ class Delivery(Delivered):
     def _end(self, failure: BaseException | None) -> None:
         """With everything that the end of this attempt means. Does nothing the second time."""
         self._leave()
-        self.request.__dict__.pop(DELIVERY, None)
+        if hasattr(self.request, DELIVERY):
+            delattr(self.request, DELIVERY)
         if self._ended:
             return
         again = isinstance(failure, Retry) or (isinstance(failure, Reject) and failure.requeue)

@@ -17,21 +17,17 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from types import FrameType
 from typing import Any
 
 from celery import current_task
-from celery.app.task import Context
 
 from celery_syncguard.core.events import logger
 from celery_syncguard.errors import ImproperlyConfigured, SyncGuardError
+from celery_syncguard.tasks.celery_internals import AUTORETRY, errback_request, protect, traced_request
 from celery_syncguard.tasks.delivery import Delivery
 from celery_syncguard.tasks.header import Header
 
-__all__ = ["AUTORETRY", "call_chain", "install", "was_passed"]
-
-#: Where a task keeps Celery's autoretry, which a delivery puts around its attempt.
-AUTORETRY = "_syncguard_autoretry"
+__all__ = ["install", "was_passed"]
 
 #: Where a request keeps the state of the gate.
 _GATE = "_syncguard_gate"
@@ -54,32 +50,27 @@ def install(task: type) -> None:
             setattr(task, name, wrapper)
 
 
-def call_chain(chain: Any) -> Any:
-    """What Celery's autoretry calls instead of `run`: it gets the attempt as its only argument."""
-    return chain()
-
-
 def was_passed(request: Any) -> bool:
     """Whether the gate has let the body of this delivery run, or has refused it."""
-    return bool(request.__dict__.get(_GATE) == _OVER)
+    return bool(getattr(request, _GATE, None) == _OVER)
 
 
 def _around_call(found: Any) -> Any:
     @functools.wraps(found)
     def __call__(self: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - the name in tracebacks
         call = found.__get__(self, type(self))
-        request = _traced(self)
-        state = _OVER if request is None else request.__dict__.get(_GATE)
+        request = traced_request(self)
+        state = _OVER if request is None else getattr(request, _GATE, None)
         if request is not None and (state == _OPEN or (state is None and not _is_hooked(self))):
             return _pass(self, request, call, args, kwargs)
-        if state != _PASSED and (failed := _failed_before(args, sys._getframe(1))) is not None:  # noqa: SLF001 - CPython's
+        if state != _PASSED and (failed := errback_request(args, sys._getframe(1))) is not None:  # noqa: SLF001 - CPython's
             # A plain call takes no lock, but that of an errback is Celery's and not the user's.
             return _run_as_errback(self, failed, args, kwargs)
         if current_task and current_task.name in _MAPS:
             self.refuse_plain_calls(current_task.name.partition(".")[2])
         if request is not None and state != _PASSED:
             # Celery's own `__call__` would take it for the tracer's.
-            request._protected = 1  # noqa: SLF001 - as Celery's `__protected_call__` has it
+            protect(request)
         return call(*args, **kwargs)
 
     return __call__
@@ -88,26 +79,20 @@ def _around_call(found: Any) -> Any:
 def _around_before_start(found: Any) -> Any:
     @functools.wraps(found)
     def before_start(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        request = _traced(self)
+        request = traced_request(self)
         # super().before_start() and other calls change nothing.
-        is_ours = request is not None and _GATE not in request.__dict__
+        is_ours = request is not None and not hasattr(request, _GATE)
         if is_ours:
-            request.__dict__[_GATE] = _CLOSED
+            setattr(request, _GATE, _CLOSED)
         result = found.__get__(self, type(self))(*args, **kwargs)
         if not hasattr(type(self).__call__, _OURS):
             # Set on the class since it was bound.
             install(type(self))
         if is_ours:
-            request.__dict__[_GATE] = _OPEN
+            setattr(request, _GATE, _OPEN)
         return result
 
     return before_start
-
-
-def _traced(task: Any) -> Any:
-    """The request that Celery's tracer runs in this thread, if it is on top; else None."""
-    request = task.request_stack.top if task.request_stack is not None else None
-    return None if request is None or request.called_directly else request
 
 
 def _is_hooked(task: Any) -> bool:
@@ -131,26 +116,14 @@ def _pass(task: Any, request: Any, call: Any, args: Any, kwargs: Any) -> Any:
             )
         return result
 
-    request.__dict__[_GATE] = _PASSED
-    request._protected = 0  # noqa: SLF001 - a plain call in before_start may have set it
+    setattr(request, _GATE, _PASSED)
+    protect(request, protected=False)  # a plain call in before_start may have set it
     try:
         # Outside of autoretry: the next attempt could not read it either.
         header = Header.of(request.headers)
         return Delivery(task, request, header).run(body, args, kwargs, task.__dict__.get(AUTORETRY))
     finally:
-        request.__dict__[_GATE] = _OVER
-
-
-def _failed_before(args: tuple[Any, ...], caller: FrameType | None) -> Any:
-    """The request of the task that failed, if this is Celery's call of an errback; else None."""
-    if len(args) >= 3 and isinstance(args[0], Context) and isinstance(args[1], BaseException):
-        return args[0]  # (request, exc, traceback)
-    # An immutable one gets its own arguments only.
-    while caller is not None and caller.f_globals.get("__name__") in ("celery.local", "celery.canvas"):
-        caller = caller.f_back
-    if caller is None or caller.f_code.co_name != "_call_task_errbacks":
-        return None
-    return caller.f_locals.get("request")
+        setattr(request, _GATE, _OVER)
 
 
 def _run_as_errback(task: Any, failed: Any, args: Any, kwargs: Any) -> Any:

@@ -4,7 +4,9 @@ Where the body runs decides how:
 
   * in a process's main thread (prefork, solo): a signal handler raises, so that a blocked system call ends at once. The
     signal is SIGURG, which nobody uses and whose default is to be ignored;
-  * in another thread (threads pool): CPython's asynchronous exception, delivered between two bytecodes;
+  * in another thread (threads pool), from Python 3.12 on: CPython's asynchronous exception, delivered between two bytecodes.
+    Before 3.12 it may strike a thread that the body has just started, and the body waits for that for ever. There a body in a
+    thread is not interrupted: it learns of the loss by `lease.check()` or `lease.fenced()`, as with `lock_on_lost="continue"`;
   * in a greenlet (gevent): a throw from the hub, so only when the body gives way.
 
 In each, a C call that does not return cannot be interrupted; the exception comes when it does. The body's end and the
@@ -18,13 +20,14 @@ taken for ever. What decides between the end and the interrupt is always one ste
 from __future__ import annotations
 
 import ctypes
+import functools
 import signal
 import sys
 import threading
 import time
-from types import FrameType
 from typing import Any, Protocol
 
+from celery_syncguard.core.events import logger
 from celery_syncguard.core.lease import Lease
 from celery_syncguard.errors import LeaseLost
 
@@ -37,6 +40,9 @@ except ImportError:  # pragma: no cover - not CPython
 __all__ = ["Interrupt", "interrupt_for"]
 
 _SIGNAL = getattr(signal, "SIGURG", None)
+
+#: Before, a starting thread has the ident of the one that starts it.
+_IN_THREADS = sys.version_info >= (3, 12)
 
 
 class Interrupt(Protocol):
@@ -57,14 +63,25 @@ class Interrupt(Protocol):
         """
 
 
-def interrupt_for() -> Interrupt:
-    """The interrupt that fits the calling thread."""
+def interrupt_for() -> Interrupt | None:
+    """The interrupt that fits the calling thread; None where there is none."""
     monkey = sys.modules.get("gevent.monkey")
     if monkey is not None and monkey.is_module_patched("threading"):
         return _GreenletInterrupt()
     if threading.current_thread() is threading.main_thread() and _SIGNAL is not None:
         return _MainThreadInterrupt()
-    return _ThreadInterrupt()
+    if _IN_THREADS:
+        return _ThreadInterrupt()
+    _tell_of_threads()
+    return None
+
+
+@functools.cache
+def _tell_of_threads() -> None:
+    logger.warning(
+        "bodies in threads are not interrupted before Python 3.12 when their lease is lost: call lease.check() or "
+        "lease.fenced(), or use another pool"
+    )
 
 
 #: The bodies that run in the main thread, innermost last. Only the main thread writes it.
@@ -150,30 +167,7 @@ class _ThreadInterrupt:
             return
 
 
-#: In looks, a millisecond apart.
-_LONGEST_BIRTH = 1000
-
-#: None where somebody has put a callable in its place that is no function.
-_START = getattr(threading.Thread.start, "__code__", None)
-
-
-def _birth_in(ident: int) -> FrameType | None:
-    """The call of `Thread.start` that this thread is in."""
-    frame = sys._current_frames().get(ident)  # noqa: SLF001 - as faulthandler shows them
-    while frame is not None and frame.f_code is not _START:
-        frame = frame.f_back
-    return frame
-
-
 def _raise_in(ident: int, kind: type[BaseException] | None) -> None:
-    # Before Python 3.12 a thread that is being born has the ident of the one that starts it, and gets what that was meant
-    # to get: it dies at once, and who started it waits for ever. So not while a thread is started, which takes a moment;
-    # one that takes longer keeps only its starter, since the other leases of this process have to be told, too.
-    birth, looks = None, 0
-    while kind is not None and (seen := _birth_in(ident)) is not None and looks < _LONGEST_BIRTH:
-        looks = looks + 1 if seen is birth else 0
-        birth = seen
-        time.sleep(0.001)  # nobody tells when a thread has been born
     target = ctypes.py_object(kind) if kind is not None else None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), target)
 

@@ -19,8 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from celery import current_task
-from celery.utils import uuid
+from celery import current_task, uuid
 
 from celery_syncguard import signals
 from celery_syncguard.core.events import logger
@@ -105,9 +104,9 @@ def publish(
     # Before the caller goes on: it may freeze, or end, as soon as it has its answer.
     claims.confirm(guard, key, task_id=task_id, ttl=ttl)
     request = current_task.request if current_task else None
-    if request is not None and request.id == task_id and DELIVERY in request.__dict__:
+    if request is not None and request.id == task_id and hasattr(request, DELIVERY):
         # A body put this in its own place (`self.replace`), under its id and so under its claim.
-        request.__dict__[DELIVERY].claim_passed_on = key
+        getattr(request, DELIVERY).claim_passed_on = key
     return result
 
 
@@ -207,7 +206,7 @@ def follows(call: Mapping[str, Any]) -> bool:
         from celery_syncguard.tasks.undertaker import undertaker
 
         return undertaker.is_bound
-    if request.called_directly or DELIVERY in request.__dict__ or call.get("task_id") == request.id:
+    if request.called_directly or hasattr(request, DELIVERY) or call.get("task_id") == request.id:
         return False
     body = ((request.chord or {}).get("options") or {}).get("task_id")
     return bool(

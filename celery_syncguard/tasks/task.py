@@ -7,16 +7,15 @@ locked one, whatever a subclass overrides, with or without `super()`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from celery import Task, current_task
+from celery import Task, current_task, uuid
 from celery.app.task import Context
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import EagerResult
 from celery.signals import task_postrun
 from celery.states import SUCCESS
-from celery.utils import uuid
-from celery.utils.imports import symbol_by_name
 from kombu.exceptions import EncodeError, OperationalError
 
 from celery_syncguard.core.events import logger
@@ -25,7 +24,7 @@ from celery_syncguard.core.lease import Lease
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, NoLease, SyncGuardError, TooManyDeaths
 from celery_syncguard.hlc import HybridLogicalClock
 from celery_syncguard.skipped import SKIPPED, wants_result
-from celery_syncguard.tasks import app_state, gate, publishing
+from celery_syncguard.tasks import app_state, celery_internals, gate, publishing
 from celery_syncguard.tasks.delivery import DELIVERY, Delivery, check_outer, end_without_turn
 from celery_syncguard.tasks.header import HEADER, Header
 from celery_syncguard.tasks.keys import TaskKeys
@@ -39,9 +38,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["LockedTask"]
-
-#: Where Celery's own `Task.__call__` is written, as it is and as its workers have it.
-_CELERYS_CALL = ("celery.app.task", "celery.app.trace")
 
 
 class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
@@ -68,12 +64,7 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
         return new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Celery's autoretry reads `run` and then sets these two, in this order. Here it goes around the gate instead.
-        if name == "_orig_run":
-            value = gate.call_chain
-        elif name == "run" and "_orig_run" in self.__dict__ and gate.AUTORETRY not in self.__dict__:
-            name = gate.AUTORETRY
-        super().__setattr__(name, value)
+        super().__setattr__(*celery_internals.weave(self, name, value))
 
     @classmethod
     def bind(cls, app: Any) -> Any:
@@ -86,6 +77,7 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
     def _prepare(cls, app: Any) -> None:
         if cls.__dict__.get("abstract") or cls is LockedTask:
             return
+        celery_internals.refuse_unfit()
         gate.install(cls)
         if cls.Request is not LockedTask.Request:
             _check_request(cls)
@@ -181,7 +173,7 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
             send = _without_link(send)
         result = publishing.publish(self.app, self.name, task_options, header=header, call=call, send=send, task=self)
         request = current_task.request if current_task else None
-        if request is not None and request.id == task_id and (run := request.__dict__.get(DELIVERY)) is not None:
+        if request is not None and request.id == task_id and (run := getattr(request, DELIVERY, None)) is not None:
             # The body's own next attempt, or what it put in its own place (`self.replace`).
             run.key_passed_on = run.key_passed_on or header.lock_key == run.lock_key
         return result
@@ -315,25 +307,14 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the body as a function, without a lock. Celery's own call of it is the locked one; see `gate`."""
-        request = self.request_stack.top if self.request_stack is not None else None
-        following = super().__call__
-        if (
-            request is not None
-            and not request.called_directly
-            and not request._protected  # noqa: SLF001 - as Celery's `__protected_call__` has it
-            and following.__func__.__module__ in _CELERYS_CALL
-        ):
-            # Celery's own would put another request on top where it is not a worker's.
-            request._protected = 1  # noqa: SLF001
-            return self.run(*args, **kwargs)
-        return following(*args, **kwargs)
+        return celery_internals.call_as_function(self, super().__call__, args, kwargs)
 
     def _run_of_request(self) -> Delivery | None:
         request = self.request
-        run: Delivery | None = request.__dict__.get(DELIVERY)
-        if run is None and request.called_directly and len(stack := self.request_stack.stack) > 1:
+        run: Delivery | None = getattr(request, DELIVERY, None)
+        if run is None and request.called_directly:
             # A `__call__` below ours has put a request on top.
-            run = stack[-2].__dict__.get(DELIVERY)
+            run = getattr(celery_internals.outer_request(self), DELIVERY, None)
         return run
 
     @property
@@ -389,7 +370,8 @@ def _check_request(cls: type[LockedTask]) -> None:
     """A Request of the user's own: without ours in it nobody would see to the leases of a child that died."""
     from celery_syncguard.tasks.worker import GuardedRequest
 
-    if not issubclass(symbol_by_name(cls.Request), GuardedRequest):
+    request: Any = cls.Request
+    if not issubclass(resolve_name(request) if isinstance(request, str) else request, GuardedRequest):
         raise ImproperlyConfigured(
             f"{cls.__name__}: its Request has to inherit from celery_syncguard.tasks.worker.GuardedRequest, which frees what a "
             f"dead child held"

@@ -8,11 +8,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from billiard.einfo import ExceptionWithTraceback
-from billiard.exceptions import TimeLimitExceeded, WorkerLostError
+from celery.exceptions import TimeLimitExceeded, WorkerLostError
 from celery.signals import task_revoked
 from celery.worker.request import Request
-from celery.worker.state import active_requests
 
 from celery_syncguard.core.events import logger
 from celery_syncguard.core.memory import MemoryStore
@@ -21,8 +19,11 @@ from celery_syncguard.postgres import migrate
 from celery_syncguard.postgres.connection import describe_dsn
 from celery_syncguard.postgres.store import PostgresStore
 from celery_syncguard.tasks import app_state, claims
+from celery_syncguard.tasks.billiard_internals import cause_of
+from celery_syncguard.tasks.celery_internals import SeesReturn, active_requests, headers_of, refuse_unfit_worker
 from celery_syncguard.tasks.claims import Outcome
 from celery_syncguard.tasks.header import Header
+from celery_syncguard.tasks.task import LockedTask
 from celery_syncguard.tasks.undertaker import undertaker
 
 __all__ = ["GuardedRequest", "start", "stop"]
@@ -66,6 +67,7 @@ def _advice(exc: SyncGuardError, state: Any) -> str:
 
 def check(state: Any) -> None:
     """Raises SyncGuardError unless this application's database can be used for locks."""
+    refuse_unfit_worker(LockedTask)
     guard = state.guard
     store = guard.store
     if isinstance(store, MemoryStore):
@@ -91,19 +93,15 @@ def _check_server(conn: Any) -> None:
 def stop() -> None:
     """At the end of a worker's main process."""
     if undertaker.at_work:
-        for request in tuple(active_requests):
+        for request in active_requests():
             if isinstance(request, GuardedRequest):
                 # A cold shutdown has just cut it off.
                 request.end_if_cut_off()
         undertaker.stop()
 
 
-class GuardedRequest(Request):  # type: ignore[misc]
+class GuardedRequest(SeesReturn, Request):  # type: ignore[misc]
     """A message for one of our tasks, in the worker's main process."""
-
-    #: The message went back to the queue, or Celery sent the next attempt. Observed and not foreseen, as the options that
-    #: decide on it are more with every version.
-    _comes_again = False
 
     def on_accepted(self, pid: int, time_accepted: float) -> None:
         super().on_accepted(pid, time_accepted)
@@ -123,24 +121,13 @@ class GuardedRequest(Request):  # type: ignore[misc]
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
         super().on_timeout(soft, timeout)
-        if not soft and not self._comes_again:
+        if not soft and not self.comes_again:
             self._end_claim()
 
-    def reject(self, requeue: bool = False) -> None:  # noqa: FBT002 - Celery's
-        self._comes_again = self._comes_again or (requeue and not self.acknowledged)
-        super().reject(requeue)
-
-    def _retry_worker_lost(self, *args: Any) -> bool:
-        """Celery 5.7's `retry_on_worker_lost`. True: it sent the next attempt."""
-        self._comes_again = bool(super()._retry_worker_lost(*args))
-        return self._comes_again
-
     def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
-        exc = exc_info.exception
-        if isinstance(exc, ExceptionWithTraceback):
-            exc = exc.exc
+        exc = cause_of(exc_info.exception)
         answer = super().on_failure(exc_info, *args, **kwargs)
-        if self._is_lost(exc) and not self._comes_again:
+        if self._is_lost(exc) and not self.comes_again:
             self._end_claim()
         return answer
 
@@ -149,18 +136,17 @@ class GuardedRequest(Request):  # type: ignore[misc]
         ends; one by our signal has been seen to where that was sent.
         """
         if isinstance(exc, (SystemExit, KeyboardInterrupt)):
-            return not (self._already_cancelled or self._already_revoked)
+            return not self.was_ended
         return isinstance(exc, (WorkerLostError, TimeLimitExceeded))
 
     def _end_claim(self, *, start: bool = True) -> None:
-        _end_claim(self.app, self.request_dict, self.id, start=start)
+        _end_claim(self.app, headers_of(self), self.id, start=start)
 
 
 @task_revoked.connect(weak=False)  # type: ignore[untyped-decorator]
 def _on_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
     # Revoked, expired or terminated: the only thing that Celery says of it, and only in the main process.
-    headers = getattr(request, "request_dict", None) or getattr(request, "headers", None)
-    _end_claim(sender.app, headers, request.id)
+    _end_claim(sender.app, headers_of(request), request.id)
 
 
 def _end_claim(app: Any, headers: Mapping[str, Any] | None, task_id: str, *, start: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from datetime import datetime, timedelta, timezone
 
@@ -124,7 +125,16 @@ def freeze_until_taken_over(setup, worker, history, guard, task):
 
 @pytest.mark.parametrize(
     ("broker", "pool"),
-    [("redis", "prefork"), ("rabbitmq", "solo"), ("redis", "threads"), ("rabbitmq", "gevent")],
+    [
+        ("redis", "prefork"),
+        ("rabbitmq", "solo"),
+        pytest.param(
+            "redis",
+            "threads",
+            marks=pytest.mark.skipif(sys.version_info < (3, 12), reason="no interrupts in threads before 3.12"),
+        ),
+        ("rabbitmq", "gevent"),
+    ],
     indirect=["broker"],
 )
 def test_a_thawed_body_is_told_at_once_and_can_do_no_harm(celery_setup, broker, pg_dsn, history, guard, pool):

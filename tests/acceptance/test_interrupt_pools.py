@@ -1,5 +1,6 @@
 """lock_on_lost="interrupt" in real workers: each pool runs bodies in a place of its own kind."""
 
+import sys
 import time
 
 import pytest
@@ -9,9 +10,17 @@ from tests.fixtures import gate
 from tests.fixtures.polling import poll
 
 APP = "tests.acceptance.apps.interrupted"
+IN_THREADS = sys.version_info >= (3, 12)
 POOLS = pytest.mark.parametrize(
     ("broker", "pool"),
-    [("redis", "prefork"), ("rabbitmq", "solo"), ("redis", "threads"), ("rabbitmq", "gevent")],
+    [
+        ("redis", "prefork"),
+        ("rabbitmq", "solo"),
+        pytest.param(
+            "redis", "threads", marks=pytest.mark.skipif(not IN_THREADS, reason="no interrupts in threads before 3.12")
+        ),
+        ("rabbitmq", "gevent"),
+    ],
     indirect=["broker"],
 )
 
@@ -58,4 +67,23 @@ def test_a_body_whose_lease_is_lost_is_interrupted_in_every_pool(celery_setup, b
     for number in range(20):
         assert setup.module.quick.delay(f"c{number % 3}").get(timeout=30) > 0
     assert setup.module.plain.delay().get(timeout=30) > 0
+    poll(lambda: not guard.locks())
+
+
+@pytest.mark.skipif(IN_THREADS, reason="such a body is interrupted")
+def test_before_python_3_12_a_body_in_a_thread_goes_on_and_is_refused_when_it_asks(
+    celery_setup, broker, pg_dsn, history, guard
+):
+    setup = celery_setup(APP)
+    worker = setup.start_worker(pool="threads")
+    result = setup.module.ask.delay("a", "go")
+    poll(lambda: gate.is_open("in-a"), timeout=30)
+    worker.wait_for_log("bodies in threads are not interrupted before Python 3.12")
+    take_away(guard, "a")
+    setup.open_gate("go")
+    with pytest.raises(LeaseLost):
+        result.get(timeout=30)
+    assert history.count("refused", key="a") == 1
+    assert history.count("written") == 0
+    assert setup.module.quick.delay("a").get(timeout=30) > 0
     poll(lambda: not guard.locks())

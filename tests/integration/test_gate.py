@@ -6,6 +6,7 @@ Each in an eager call and through the tracer that a worker builds, on the memory
 import asyncio
 import functools
 import uuid
+from types import SimpleNamespace
 
 import pytest
 from celery import Celery, Task, signals
@@ -469,7 +470,7 @@ def test_an_immutable_errback_is_locked_too(app, caplog):
 
 def test_without_a_look_at_its_caller_an_immutable_errback_is_a_plain_call(app, monkeypatch):
     """The negative control."""
-    monkeypatch.setattr(gate, "_failed_before", lambda args, caller: None)
+    monkeypatch.setattr(gate, "errback_request", lambda args, caller: None)
     undo, fails, seen = errback_of(app)
     fails.apply(link_error=undo.si("a", "b"))
     assert seen == [("a", "b", [])]
@@ -563,7 +564,7 @@ def test_an_async_function_that_is_run_by_its_decorator_is_a_body(app, run):
 def test_a_worker_with_a_pool_that_calls_bodies_elsewhere_does_not_start(capsys):
     pool = type("AsyncIOPool", (), {"__module__": "celery_aio_pool.pool"})
     with pytest.raises(SystemExit):
-        app_state._check_pool(pool)
+        app_state._check_pool(SimpleNamespace(pool_cls=pool))
     assert "start this worker with another pool" in capsys.readouterr().err
     for name in ("prefork", "threads", "solo"):
-        app_state._check_pool(name)
+        app_state._check_pool(SimpleNamespace(pool_cls=name))

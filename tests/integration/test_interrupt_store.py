@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from celery_syncguard import LeaseLost, LockHeld, StoreUnavailable, SyncGuard
-from celery_syncguard.tasks.interrupt import _raise_in
+from tests.fixtures.interrupting import raise_in
 from tests.fixtures.polling import poll
 
 
@@ -94,7 +94,7 @@ def test_exceptions_between_our_steps_leave_a_guard_that_works_and_no_lock(guard
         thread.start()
     for number in range(300):
         over.wait(random.uniform(0.0, 0.02))
-        _raise_in(threads[number % 2].ident, LeaseLost)
+        raise_in(threads[number % 2].ident, LeaseLost)
     over.set()
     for thread in threads:
         thread.join(30)

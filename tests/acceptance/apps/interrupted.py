@@ -39,6 +39,15 @@ def try_to_write(self, key):
 
 
 @app.task(base=Held, bind=True)
+def ask(self, key, gate_name):
+    """Goes on where nothing interrupts it, and asks before it writes."""
+    start(self, key)
+    gate.wait_at(gate_name)
+    try_to_write(self, key)
+    self.lease.check()
+
+
+@app.task(base=Held, bind=True)
 def sleep_long(self, key, seconds):
     """One long sleep, which a signal has to break."""
     try:
