@@ -26,7 +26,6 @@ from celery.app.task import Context
 from celery_syncguard.core.events import logger
 from celery_syncguard.errors import ImproperlyConfigured, SyncGuardError
 from celery_syncguard.tasks.delivery import Delivery
-from celery_syncguard.tasks.header import Header
 
 __all__ = ["AUTORETRY", "call_chain", "install", "was_passed"]
 
@@ -134,9 +133,7 @@ def _pass(task: Any, request: Any, call: Any, args: Any, kwargs: Any) -> Any:
     request.__dict__[_GATE] = _PASSED
     request._protected = 0  # noqa: SLF001 - a plain call in before_start may have set it
     try:
-        # Outside of autoretry: the next attempt could not read it either.
-        header = Header.of(request.headers)
-        return Delivery(task, request, header).run(body, args, kwargs, task.__dict__.get(AUTORETRY))
+        return Delivery(task, request).run(body, args, kwargs, task.__dict__.get(AUTORETRY))
     finally:
         request.__dict__[_GATE] = _OVER
 

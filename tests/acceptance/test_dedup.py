@@ -13,7 +13,8 @@ from psycopg.conninfo import conninfo_to_dict
 from celery_syncguard import DuplicateTask, StoreUnavailable
 from celery_syncguard.dedup import send_task
 from celery_syncguard.skipped import SKIPPED
-from celery_syncguard.tasks import app_state, claims as claims_module
+from celery_syncguard.tasks import app_state
+from celery_syncguard.tasks import claims as claims_module
 from tests.fixtures.cluster import ROOT
 from tests.fixtures.polling import poll
 
