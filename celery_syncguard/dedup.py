@@ -1,4 +1,4 @@
-"""`send_task` with a claim, for whoever publishes by name. The rest of dedup is the tasks' own (`tasks.dedup`)."""
+"""`send_task` with a claim, for a program that publishes by name. The rest of dedup is in `tasks.publishing`."""
 
 from celery_syncguard.tasks.publishing import send_task
 

@@ -1,7 +1,8 @@
-"""Everything that this library raises. An error is a fact: what it knows is in its attributes.
+"""Everything that this library raises. An error has what it knows in its attributes; its text says what is, since when,
+and what to do.
 
-Everyday answers (a lock that is held, a release that came too late) are values, not errors; they become errors only
-where the caller asked for one (`lock_on_held="raise"`, `hold(...)` without success).
+Everyday answers (a lock that is held, a release that came too late) are values. They are raised only where the caller
+asked for an error (`lock_on_held="raise"`, `hold(...)` without success).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _rebuild(cls: type[SyncGuardError], args: tuple[Any, ...], facts: dict[str, 
 
 
 class ImproperlyConfigured(SyncGuardError, ValueError):
-    """A setting, an option or an argument that cannot be meant. Raised before any I/O."""
+    """An invalid setting, option or argument. Raised before any I/O."""
 
 
 class InvalidKey(SyncGuardError, ValueError):
@@ -87,8 +88,8 @@ class LeaseLost(SyncGuardError):
 
 
 class LeaseNotVisible(SyncGuardError, RuntimeError):
-    """The lease is alive, but the connection that was to be fenced does not see it: it leads to another database or schema,
-    or its snapshot is older than the lease. Nothing of its transaction may be committed.
+    """The lease is alive, but the connection to fence does not see it: it leads to another database or schema, or its
+    snapshot is older than the lease. Roll its transaction back.
 
     Attributes: `key`; `here`, the place that the connection leads to; `there`, the one in which the lease lives.
     """
@@ -112,7 +113,7 @@ class DuplicateTask(SyncGuardError):
 
 
 class TooManyDeaths(SyncGuardError):
-    """The process that ran this task died again and again. Attributes: `task_id`, `key`, `deaths`."""
+    """The process that ran this task died too often in a row. Attributes: `task_id`, `key`, `deaths`."""
 
     task_id: str = ""
     key: str = ""
@@ -120,10 +121,10 @@ class TooManyDeaths(SyncGuardError):
 
 
 class StoreUnavailable(SyncGuardError):
-    """The database did not answer, or refused to: whether the statement took effect is unknown.
+    """The database did not answer, or refused: it is unknown whether the statement took effect.
 
-    Attributes: `sent`, false if it certainly did not, because no connection was to be had, or because of `busy`: a wait for a
-    lock that another transaction has came to its bound of two seconds.
+    Attributes: `sent`, false if it certainly did not: no connection was available, or `busy` is true, since the statement
+    waited two seconds, its bound, for a lock of another transaction.
     """
 
     sent: bool = True

@@ -1,18 +1,16 @@
-"""SyncGuard, the front door: acquire, hold, inspect, close.
+"""SyncGuard, the entrance: acquire, hold, inspect, close.
 
-One per application and database. It opens nothing until it is asked something, and in a forked child it starts afresh.
+One per application and database. It opens no connection before its first operation, and starts empty in a forked child.
 """
 
 from __future__ import annotations
 
 import atexit
 import math
-import random
-import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -22,12 +20,12 @@ from celery_syncguard.core.events import Events, logger
 from celery_syncguard.core.key import new_lock_id, normalize_key, public_key
 from celery_syncguard.core.leadership import Leadership
 from celery_syncguard.core.lease import Lease, seconds, ttl_seconds
-from celery_syncguard.core.loop import Bell
 from celery_syncguard.core.memory import MemoryStore
 from celery_syncguard.core.outbox import Letter, Outbox
 from celery_syncguard.core.process import default_holder, forget_in_children, process_id
 from celery_syncguard.core.renewer import Renewer
 from celery_syncguard.core.store import Acquire, Dead, Done, Grant, Held, LockRow, LockStore, Pruned, Release
+from celery_syncguard.core.turns import Turns
 from celery_syncguard.errors import (
     ImproperlyConfigured,
     LockHeld,
@@ -41,15 +39,12 @@ from celery_syncguard.postgres.store import PostgresStore
 
 __all__ = ["SyncGuard", "flush_all", "lock_held"]
 
-#: Bounds in seconds of the pause between two looks of a waiter that hears nothing.
-_POLL = (0.25, 1.0)
-
 
 def lock_held(held: Held) -> LockHeld:
     """The error that says who holds."""
-    who = held.holder or "somebody who left no name"
+    who = held.holder or "an unnamed holder"
     return LockHeld(
-        f"{held.key!r} is held by {who}, since {held.since:.1f} s, for {held.remaining:.1f} s more unless renewed",
+        f"{held.key!r} is held by {who}: held for {held.since:.1f} s, expires in {held.remaining:.1f} s unless renewed",
         key=held.key,
         holder=held.holder,
         task_id=held.task_id,
@@ -68,11 +63,11 @@ class SyncGuard:
         schema: of our tables; None: the first of the search path.
         pool_size: connections per process.
         timeout: seconds for which an operation tries to reach the server.
-        settings: everything at once instead, as a Celery application's configuration gives it.
+        settings: all of these together instead, as a Celery application's configuration gives them.
         store: a store of your own.
 
     Raises:
-        ImproperlyConfigured: a value that cannot be meant. Nothing is connected to here.
+        ImproperlyConfigured: an invalid value. Connects to nothing.
     """
 
     def __init__(
@@ -96,14 +91,14 @@ class SyncGuard:
             )
         self.settings = settings
         self.events = Events()
-        #: What happened in this process so far, for metrics: how often a delivery was "held", and what came of it
-        #: ("retry", "skip", "raise", "copy"), a run "answered", a publish "duplicate", a lease "lost".
+        #: What happened in this process so far, for metrics: how often a delivery found its lock "held" and what was done
+        #: then ("retry", "skip", "raise", "copy"), a run was "answered", a publish a "duplicate", a lease "lost".
         self.counts: Counter[str] = Counter()
         self.store: LockStore = store if store is not None else _make_store(settings)
         #: What the database has not answered yet.
         self.outbox = Outbox("syncguard-outbox")
         self._renewer = Renewer(self.store, self.outbox, idle=getattr(self.store, "idle", lambda: None))
-        self._turns = _Turns()
+        self._turns = Turns()
         forget_in_children(self)
         _guards.add(self)
 
@@ -120,7 +115,7 @@ class SyncGuard:
         """After a fork: this process holds nothing."""
         self.store.forget()
         self._renewer.forget()
-        self._turns = _Turns()
+        self._turns = Turns()
 
     def try_acquire(self, key: str, *, ttl: float | timedelta | None = None, holder: str | None = None) -> Lease | None:
         """Acquire the lock, without waiting. The lease is renewed until it is released, lost, or dropped.
@@ -131,11 +126,11 @@ class SyncGuard:
             holder: who holds, for people; None: program, host and pid.
 
         Returns:
-            The lease, or None if somebody else's is live.
+            The lease, or None if another one is live.
 
         Raises:
             InvalidKey, ImproperlyConfigured: before any I/O.
-            StoreUnavailable, SchemaBehind: the database cannot be asked.
+            StoreUnavailable, SchemaBehind: the database did not answer, or lacks our schema.
         """
         answer = self.acquire(self._request(public_key(key), ttl, holder))
         return answer if isinstance(answer, Lease) else None
@@ -148,19 +143,19 @@ class SyncGuard:
         wait: float | timedelta = 0.0,
         holder: str | None = None,
     ) -> _Hold:
-        """A context manager (and decorator) that acquires the lock, yields the lease, and releases it: also if the handler
-        of a signal raises between two of these steps.
+        """A context manager (and decorator) that acquires the lock, yields the lease, and releases it, also if a signal
+        handler raises between two of these steps.
 
         Arguments:
             wait: seconds to wait for the lock; a release wakes the waiter at once. Others as `try_acquire`.
 
         Raises:
-            LockHeld: on entering: it was still held after `wait`. Others as `try_acquire`.
+            LockHeld: on entering, if it was still held after `wait`. Others as `try_acquire`.
         """
         return _Hold(self, key, ttl=ttl, wait=wait, holder=holder)
 
     def inspect(self, key: str) -> LockRow | None:
-        """The live lease on a key, whoever holds it; None if it is free. Reserved keys may be looked at."""
+        """The live lease on a key, of any holder; None if it is free. Reserved keys are allowed here."""
         rows = self.store.locks(normalize_key(key))
         return rows[0] if rows else None
 
@@ -169,11 +164,11 @@ class SyncGuard:
         return self.store.locks(limit=limit)
 
     def release(self, key: str, *, lock_id: str) -> bool:
-        """Release somebody's lease by hand. Its holder notices at its next renewal. False: it was not there."""
+        """Release a lease of any holder by hand; the holder notices at its next renewal. False: there was none."""
         return self.store.release(Release(key=normalize_key(key), lock_id=lock_id))
 
     def prune(self, *, older: float | timedelta = 86_400.0, counters: bool = False) -> Pruned:
-        """Delete rows that have been over for `older` seconds. `counters`: idle fence counters too (see operations)."""
+        """Delete rows that expired more than `older` seconds ago; with `counters` idle fence counters too (see operations)."""
         return self.store.prune(older=seconds(older, what="older"), counters=counters)
 
     def leadership(
@@ -185,13 +180,13 @@ class SyncGuard:
         on_elected: Callable[[Lease], object] | None = None,
         on_lost: Callable[[Lease], object] | None = None,
     ) -> Leadership:
-        """Stand for the leadership of `key`, with any number of other processes; a context manager (see `leadership`).
+        """Compete for the leadership of `key` with any number of other processes; a context manager (see `leadership`).
 
         Arguments:
             key: 1 to about 490 UTF-8 bytes.
-            ttl: seconds for which a dead leader keeps the others waiting; None: the setting `syncguard_leader_ttl` (15).
+            ttl: seconds for which a dead leader blocks the others; None: the setting `syncguard_leader_ttl` (15).
             holder: who this is, for people.
-            on_elected, on_lost: called with the lease of a term that begins, and of one that is over.
+            on_elected, on_lost: called with the lease of a term that begins, and of one that has ended.
 
         Raises:
             InvalidKey, ImproperlyConfigured: before any I/O.
@@ -217,7 +212,7 @@ class SyncGuard:
         self._renewer.stop()
         self.store.close()
 
-    # For the Celery layer and leadership: requests with everything in them, answers as values.
+    # For the Celery layer and leadership: complete requests, answers as values.
 
     def _request(self, key: str, ttl: float | timedelta | None, holder: str | None) -> Acquire:
         return Acquire(
@@ -229,7 +224,7 @@ class SyncGuard:
         )
 
     def acquire(self, request: Acquire) -> Lease | Held | Done | Dead:
-        """One attempt. The lease that it answers with is being renewed."""
+        """One attempt. A lease that it returns is being renewed."""
         asked_at = clock.now()
         try:
             answer = self.store.acquire(request)
@@ -267,31 +262,12 @@ class SyncGuard:
     def acquire_waiting(self, request: Acquire, *, wait: float) -> Lease | Held | Done | Dead:
         """`acquire`, repeated for `wait` seconds while the key is held."""
         give_up_at = clock.now() + wait
-        if wait <= 0 or not self._turns.anybody(request.key):
-            answer = self._acquire_by(request, give_up_at)
-            if wait <= 0 or not isinstance(answer, Held):
-                return answer
-        # One waiter per process and key asks the database; the others wait for their turn behind it.
-        with self._turns.turn(request.key, give_up_at - clock.now()) as ours:
-            answer = self._acquire_by(request, give_up_at)
-            quiet = 0
-            while ours and isinstance(answer, Held):
-                left = give_up_at - clock.now()
-                if left <= 0:
-                    break
-                low, high = _POLL
-                pause = min(high, low * 2 ** min(quiet, 4)) * random.uniform(0.75, 1.25)
-                if answer.remaining > 0:
-                    pause = min(pause, answer.remaining + random.uniform(0.0, 0.02))
-                else:
-                    pause = min(pause, 0.05)
-                heard = self.store.wait(request.key, max(0.001, min(left, pause)))
-                quiet = 0 if heard else quiet + 1
-                answer = self._acquire_by(request, give_up_at)
-        return answer
+        return self._turns.repeat(
+            request.key, lambda: self._acquire_by(request, give_up_at), hear=self.store.wait, until=give_up_at
+        )
 
     def _acquire_by(self, request: Acquire, give_up_at: float) -> Lease | Held | Done | Dead:
-        """One attempt, and others until then while another transaction is in the way, for which each waits by itself."""
+        """One attempt, repeated until `give_up_at` while another transaction locks the row (each waits for it on the server)."""
         while True:
             try:
                 return self.acquire(request)
@@ -331,49 +307,46 @@ class SyncGuard:
         return self._renewer.renew_now(lease)
 
     def prove_lease(self, lease: Lease, conn: Any) -> None:
-        if isinstance(self.store, MemoryStore):
-            if not self.store.fenced(conn, key=lease.key, lock_id=lease.lock_id, fence=int(lease.fence)):
-                lease.lose("the store says that it expired or was taken over")
-                raise lease.loss()
-            return
-        fencing.prove(self.store, lease, conn)
+        if not isinstance(self.store, MemoryStore):
+            fencing.prove(self.store, lease, conn)
+        elif not self.store.fenced(conn, key=lease.key, lock_id=lease.lock_id, fence=int(lease.fence)):
+            lease.lose("the store says that it expired or was taken over")
+            raise lease.loss()
 
     def fenced_transaction(self, lease: Lease, conn: Any) -> AbstractContextManager[None]:
         lease.check()
-        if isinstance(self.store, MemoryStore):
-            return self._proved(lease, conn)
-        return fencing.fenced_transaction(self.store, lease, conn)
-
-    @contextmanager
-    def _proved(self, lease: Lease, conn: Any) -> Iterator[None]:
+        if not isinstance(self.store, MemoryStore):
+            return fencing.fenced_transaction(self.store, lease, conn)
         self.prove_lease(lease, conn)
-        yield
+        return nullcontext()
 
     def complete_lease(self, lease: Lease, conn: Any) -> bool:
         if lease.run_key is None:
-            raise NoLease("lease.complete() is for a task with run_once: there is nothing to remember otherwise")
+            raise NoLease(
+                "lease.complete() records that a run_once task is done, and this task has no run_once: set it"
+            )
         self.prove_lease(lease, conn)
         return self.store.complete(
             conn, run_key=lease.run_key, task_id=lease.task_id, ttl=lease.run_ttl, fingerprint=lease.fingerprint
         )
 
     def lease_ended(self, lease: Lease) -> None:
-        """A lease was lost. Told once for each, by whichever thread noticed."""
+        """A lease was lost. Called once for each, in the thread that noticed."""
         self._renewer.remove(lease)
-        on_lost = lease.on_lost  # read once: the body's end takes it away
+        on_lost = lease.on_lost  # read once: the end of the body clears it
         if on_lost is None or on_lost(lease) is not True:
             self.tell_lost(lease)
 
     def tell_lost(self, lease: Lease) -> None:
-        """By `lease_ended`, or by whoever answered there that it finds out why first."""
+        """Called by `lease_ended`, or later by the `on_lost` that returned True there, when it knows the reason."""
         self.counts["lost"] += 1
         logger.warning("lost the lease on %r (fence %d): %s", lease.key, lease.fence, lease.lost_reason)
         self.events.emit("lease_lost", lease=lease)
 
 
 class _Hold(AbstractContextManager["Lease"], ContextDecorator):
-    """What `SyncGuard.hold` answers with. A class and not a generator, which would leave the lease in nobody's hands for a
-    moment on its way out of the acquire.
+    """What `SyncGuard.hold` returns. A class and not a generator: a signal handler that raises while a generator hands the
+    lease over would lose it.
     """
 
     _lease: Lease | None = None
@@ -456,41 +429,5 @@ def _make_store(settings: Settings) -> LockStore:
 def _holder(holder: object) -> str:
     if not isinstance(holder, str):
         raise ImproperlyConfigured(f"holder is text, got {type(holder).__name__}")
-    # For people only, so what PostgreSQL cannot store is shown as a question mark rather than refused.
+    # For people only, so what PostgreSQL cannot store becomes a question mark instead of an error.
     return holder.replace("\0", "?").encode("utf-8", "replace").decode()
-
-
-class _Turns:
-    """A queue per key within this process: first come, first served, and many local waiters cost the database no more
-    than one.
-    """
-
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._queues: dict[str, list[Bell]] = {}
-
-    def anybody(self, key: str) -> bool:
-        """Whether somebody waits, whom a newcomer must not overtake."""
-        return key in self._queues
-
-    @contextmanager
-    def turn(self, key: str, timeout: float) -> Iterator[bool]:
-        """True inside if it is our turn, false if that did not come in `timeout` seconds."""
-        ours = Bell()
-        try:
-            with self._mutex:
-                queue = self._queues.setdefault(key, [])
-                queue.append(ours)
-                if len(queue) == 1:
-                    ours.set()
-            yield ours.wait(max(0.0, timeout))
-        finally:
-            # Whatever has been done of it: a soft time limit comes between any two steps.
-            with self._mutex:
-                queue = self._queues.get(key, [])
-                if ours in queue:
-                    queue.remove(ours)
-                if queue:
-                    queue[0].set()
-                else:
-                    self._queues.pop(key, None)

@@ -9,9 +9,8 @@ Invariants:
 
 - Every stamp of one clock is higher than all its earlier ones and than every stamp it has observed.
 - A call that raises leaves the clock as it was.
-- Nobody's stamp runs ahead of the fastest physical clock by more than a millisecond for each 1000 events.
-- A clock that is ahead of its own machine's time says so. Only `reset` takes it back: stamps that rose once may not fall
-  without anybody's decision.
+- No stamp runs ahead of the fastest physical clock by more than a millisecond for each 1000 events.
+- A clock that is ahead of its own machine's time logs it. Only `reset` takes it back: stamps fall only by a decision.
 
 Not here: Celery (`stamps`), storage (the caller keeps `HybridLogicalClock.to_json`), and any rule about which of two
 concurrent writes wins: a clock orders, it does not merge.
@@ -27,7 +26,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, final, overload
+from typing import final, overload
 
 from celery_syncguard.core import clock as local_clock
 from celery_syncguard.core.events import logger
@@ -86,7 +85,7 @@ class InvalidPhysicalClock(HlcError):
 
 
 class EmptyDeviceId(HlcError):
-    """A clock needs a device id that is not blank: it breaks ties between clocks."""
+    """The device id is blank. It breaks ties between clocks."""
 
 
 class TooFarAhead(HlcError):
@@ -109,7 +108,7 @@ class Timestamp(int):
     def __new__(cls, value: int) -> Timestamp:
         """``value``: an int from 1 to 2^53 - 1, or `InvalidTimestamp`."""
         if not _is_int(value) or not 1 <= value <= MAX_STAMP:
-            raise InvalidTimestamp(f"a stamp is an int from 1 to {MAX_STAMP}, not {value!r:.80}", value=value)
+            raise InvalidTimestamp(f"a stamp is an int from 1 to {MAX_STAMP}, got {value!r:.80}", value=value)
         return super().__new__(cls, value)
 
     @property
@@ -130,14 +129,14 @@ def encode(wall_ms: int, counter: int) -> Timestamp:
     """
     if not _is_int(wall_ms) or not _is_int(counter) or wall_ms < 0 or not 0 <= counter < _COUNTERS:
         raise InvalidComponent(
-            f"wall_ms is an int >= 0 and counter one from 0 to 999, not {wall_ms!r} and {counter!r}",
+            f"wall_ms is an int >= 0 and counter one from 0 to 999, got {wall_ms!r} and {counter!r}",
             wall_ms=wall_ms,
             counter=counter,
         )
     stamp = wall_ms * _COUNTERS + counter + 1
     if stamp > MAX_STAMP:
         raise ExceedsSafeInteger(
-            f"the stamp of {wall_ms} ms, counter {counter}, exceeds {MAX_STAMP}", wall_ms=wall_ms, counter=counter
+            f"the stamp of {wall_ms} ms, counter {counter}, is above {MAX_STAMP}", wall_ms=wall_ms, counter=counter
         )
     return Timestamp(stamp)
 
@@ -160,16 +159,16 @@ def compare(left: int | tuple[int, str], right: int | tuple[int, str]) -> int:
 
     Raises `InvalidTimestamp` for what is no stamp, ``TypeError`` for a stamp beside a pair.
     """
-    first, second = _order(left), _order(right)
-    if len(first) != len(second):
+    if isinstance(left, tuple) != isinstance(right, tuple):
         raise TypeError("compare two stamps or two (stamp, device_id) pairs, not one of each")
+    first, second = _order(left), _order(right)
     return (first > second) - (first < second)
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    wall_ms: int
-    counter: int
+    wall_ms: int = 0
+    counter: int = 0
 
 
 class HybridLogicalClock:
@@ -194,16 +193,16 @@ class HybridLogicalClock:
         Raises `EmptyDeviceId`, or ``ValueError`` for a ``max_drift`` that is not a number >= 0.
         """
         if not device_id.strip():
-            raise EmptyDeviceId("device_id must not be blank")
+            raise EmptyDeviceId("device_id is blank: name this clock")
         seconds = max_drift.total_seconds() if isinstance(max_drift, timedelta) else max_drift
         if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
-            raise ValueError(f"max_drift must be seconds >= 0, not {max_drift!r}")
+            raise ValueError(f"max_drift is seconds >= 0, got {max_drift!r}")
         self._origin = device_id
         self._device_id = device_id
         self._max_drift = seconds
         self._physical = physical
         self._lock = threading.Lock()
-        self._state = _State(0, 0)
+        self._state = _State()
         self._told_above = int((_TOLD_AHEAD if seconds is None else seconds) * 1000)
         self._told = False
         forget_in_children(self)
@@ -217,10 +216,10 @@ class HybridLogicalClock:
         max_drift: float | timedelta | None = None,
         physical: Callable[[], int] = local_clock.wall_ms,
     ) -> HybridLogicalClock:
-        """Return a clock that goes on from what `to_json` returned; the other arguments as for the constructor.
+        """Return a clock that continues from what `to_json` returned; the other arguments as for the constructor.
 
-        ``None``, text that is corrupt, and the state of another device start from zero: a clock must come up, and
-        the first physical reading or observed stamp moves it to the present.
+        ``None``, corrupt text and the state of another device start from zero: a clock must come up, and the first
+        physical reading or observed stamp moves it to the present.
         """
         clock = cls(device_id, max_drift=max_drift, physical=physical)
         clock._state = _parse(text, device_id)
@@ -239,23 +238,21 @@ class HybridLogicalClock:
 
     @property
     def ahead(self) -> float:
-        """Seconds by which this clock is ahead of its machine's time now; 0.0 if it is not.
+        """Seconds by which this clock is ahead of its machine's time now, or 0.0; or `InvalidPhysicalClock`.
 
-        A little is usual: it follows the fastest clock that it has heard of. Much of it says that this machine's time, or
-        that of a sender, was far in the future for a moment; others may refuse its stamps. See `reset`.
-
-        Raises `InvalidPhysicalClock`.
+        A little is usual: it follows the fastest clock whose stamps it observed. Much of it means that this machine's time,
+        or a sender's, was far in the future for a moment; others may refuse its stamps. See `reset`.
         """
         return max(0, self._state.wall_ms - self._read_physical()) / 1000
 
     def reset(self) -> None:
         """Forget the state, so that the next stamp is that of the machine's time: for a clock that is far `ahead`.
 
-        Its stamps may then be lower than earlier ones of its own. Rows that carry those have to be stamped anew, or they
-        win over every later write (docs/hlc.md has the statement).
+        Its stamps may then be lower than its earlier ones. Rows that carry those must be stamped again, or they win over
+        every later write (docs/hlc.md has the statement).
         """
         with self._lock:
-            self._state = _State(0, 0)
+            self._state = _State()
             self._told = False
 
     def now(self) -> Timestamp:
@@ -285,25 +282,23 @@ class HybridLogicalClock:
         if self._max_drift is not None and remote_wall - physical > self._max_drift * 1000:
             ahead = (remote_wall - physical) / 1000
             raise TooFarAhead(
-                f"stamp {remote} is {ahead:.3f} s ahead of this machine's clock, allowed are {self._max_drift:g} s",
+                f"stamp {remote} is {ahead:.3f} s ahead of this machine's clock, at most {self._max_drift:g} s are allowed",
                 stamp=remote,
                 ahead=ahead,
                 max_drift=self._max_drift,
             )
         with self._lock:
             last = self._state
-            wall = max(physical, last.wall_ms, remote_wall)
-            tied = [
-                counter for w, counter in ((last.wall_ms, last.counter), (remote_wall, remote_counter)) if w == wall
-            ]
-            stamp = self._advance(wall, max(tied) + 1 if tied else 0)
+            # A physical reading that is the highest starts its millisecond: counter -1 + 1.
+            wall, counter = max((physical, -1), (last.wall_ms, last.counter), (remote_wall, remote_counter))
+            stamp = self._advance(wall, counter + 1)
         if wall - physical > self._told_above:
             self._tell(wall - physical)
         return stamp
 
     def forget(self) -> None:
         """Become another clock than the parent's; called in a forked child, before any other thread runs there."""
-        # A thread of the parent may have held the lock at the fork; in the child nobody would ever release it.
+        # A thread of the parent may have held the lock at the fork; in the child no thread would release it.
         self._lock = threading.Lock()
         self._device_id = f"{self._origin}.{os.getpid()}-{secrets.token_hex(4)}"
 
@@ -312,17 +307,17 @@ class HybridLogicalClock:
             self._told = True
             logger.warning(
                 "the hybrid logical clock of %s is %.0f s ahead of this machine's time: others may refuse its stamps, and "
-                "what it stamps wins over later writes (a time was far in the future; see reset in docs/hlc.md)",
+                "what it stamps wins over later writes (a clock was far in the future; see reset in docs/hlc.md)",
                 self._device_id,
                 ahead_ms / 1000,
             )
 
     def _read_physical(self) -> int:
-        # Outside the lock: it is the caller's code. A reading that has become old by then is only a lower bound.
+        # Outside the lock: it is the caller's code. An old reading is only a lower bound.
         value = self._physical()
         if not _is_int(value) or not 0 <= value <= MAX_STAMP:
             raise InvalidPhysicalClock(
-                f"a physical clock returns milliseconds since 1970 as an int, not {value!r}", value=value
+                f"a physical clock returns milliseconds since 1970 as an int, got {value!r}", value=value
             )
         return value
 
@@ -338,19 +333,16 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _order(value: Any) -> tuple[int] | tuple[int, str]:
-    if isinstance(value, tuple):
-        stamp, device_id = value
-        return Timestamp(stamp), device_id
-    return (Timestamp(value),)
+def _order(value: int | tuple[int, str]) -> tuple[int, str]:
+    stamp, device_id = value if isinstance(value, tuple) else (value, "")
+    return Timestamp(stamp), device_id
 
 
 def _parse(text: str | bytes | None, device_id: str) -> _State:
     try:
         data = json.loads(text or "")
-        if data["deviceId"] != device_id:
-            return _State(0, 0)
-        encode(data["wallTimeMs"], data["counter"])
-        return _State(data["wallTimeMs"], data["counter"])
+        if data["deviceId"] == device_id:
+            return _State(*decode(encode(data["wallTimeMs"], data["counter"])))
     except (ValueError, TypeError, KeyError, RecursionError):
-        return _State(0, 0)
+        pass
+    return _State()

@@ -1,8 +1,11 @@
 """Revisions: a counter per owner that moves in the transaction of the row it stamps, for readers that pull by cursor.
 
-The row lock that an allocation takes lasts to the end of the transaction, so the revisions of one owner become visible
-in their order, without gaps that fill later: whoever has seen revision 7 has been able to see 1 to 6. A sequence does
-not promise that. The price is that the writers of one owner take turns, each for a whole transaction.
+The row lock of an allocation lasts until the end of the transaction, so the revisions of one owner become visible in their
+order, without gaps that fill later: a reader that has seen revision 7 could see 1 to 6. A sequence does not promise that.
+The price is that the writers of one owner take turns, each for a whole transaction.
+
+In every function `conn` is the caller's connection (`adapters.adapter_for` says which kinds), an owner id is a UUID or the
+text of one, and `NotInTransaction` is raised if the connection is in autocommit and no transaction is open.
 
 Invariants:
 
@@ -19,13 +22,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 from uuid import UUID
 
 from psycopg import sql
 
 from celery_syncguard.errors import SyncGuardError
+from celery_syncguard.postgres import migrate
 from celery_syncguard.postgres.adapters import Adapter, adapter_for
 
 __all__ = [
@@ -46,6 +49,8 @@ __all__ = [
 
 POSTGRES_MIGRATION_SQL: str
 POSTGRES_RENAME_SQL: str
+
+_COPIES = {"POSTGRES_MIGRATION_SQL": "revisions", "POSTGRES_RENAME_SQL": "revisions-rename"}
 
 
 class UnknownOwner(SyncGuardError, LookupError):
@@ -75,18 +80,10 @@ class PurgedBatch:
 
 
 def ensure_owner(conn: Any, owner_id: UUID | str) -> None:
-    """Make the owner's counter, at 0; harmless where it exists.
-
-    Args:
-        conn: the caller's connection (`adapters.adapter_for` says which).
-        owner_id: a UUID or the text of one.
-
-    Raises:
-        NotInTransaction: the connection is in autocommit and no transaction is open.
-    """
+    """Make the owner's counter, at 0; harmless if it exists."""
     _within(conn, "ensure_owner").rows(
         "insert into sync_revisions (owner_id) values (%s::uuid) on conflict (owner_id) do nothing",
-        [_text(owner_id)],
+        [str(_owner(owner_id))],
     )
 
 
@@ -97,13 +94,8 @@ def next_revision(conn: Any, owner_id: UUID | str) -> int:
     in one transaction use `next_revisions`: two transactions that take two owners in opposite order deadlock. A rollback to
     a savepoint returns the numbers allocated in it: allocate again for a row that is written after that.
 
-    Args:
-        conn: the caller's connection (`adapters.adapter_for` says which).
-        owner_id: a UUID or the text of one.
-
     Raises:
         UnknownOwner: the owner has no counter.
-        NotInTransaction: the connection is in autocommit and no transaction is open.
     """
     rows = _within(conn, "next_revision").rows(
         """
@@ -112,7 +104,7 @@ def next_revision(conn: Any, owner_id: UUID | str) -> int:
         where owner_id = %s::uuid
         returning last_revision
         """,
-        [_text(owner_id)],
+        [str(_owner(owner_id))],
     )
     if not rows:
         raise _unknown([_owner(owner_id)])
@@ -122,16 +114,14 @@ def next_revision(conn: Any, owner_id: UUID | str) -> int:
 def next_revisions(conn: Any, owner_ids: Iterable[UUID | str]) -> dict[UUID, int]:
     """Allocate one revision for each of several owners, in one statement and in the order of their ids.
 
-    Args:
-        conn: the caller's connection (`adapters.adapter_for` says which).
-        owner_ids: UUIDs or their texts; repeated ones count once.
+    Repeated owner ids count once.
 
     Raises:
         UnknownOwner: at least one owner has no counter; no revision was allocated for any.
-        NotInTransaction: the connection is in autocommit and no transaction is open.
     """
     session = _within(conn, "next_revisions")
     wanted = sorted({_owner(owner_id) for owner_id in owner_ids})
+    texts = [str(owner) for owner in wanted]
     # An update alone would lock rows in the order of its plan; two of those can deadlock.
     rows = session.rows(
         """
@@ -149,51 +139,33 @@ def next_revisions(conn: Any, owner_ids: Iterable[UUID | str]) -> dict[UUID, int
           and (select count(*) from locked) = %s
         returning counters.owner_id::text, counters.last_revision
         """,
-        [[str(owner) for owner in wanted], len(wanted)],
+        [texts, len(texts)],
     )
     revisions = {UUID(owner_id): int(revision) for owner_id, revision in rows}
     if len(revisions) < len(wanted):
-        known = session.rows(
-            "select owner_id::text from sync_revisions where owner_id = any(%s::uuid[])",
-            [[str(owner) for owner in wanted]],
-        )
+        known = session.rows("select owner_id::text from sync_revisions where owner_id = any(%s::uuid[])", [texts])
         raise _unknown(sorted(set(wanted) - {UUID(owner_id) for (owner_id,) in known}))
     return {owner: revisions[owner] for owner in wanted}
 
 
 def current_revision(conn: Any, owner_id: UUID | str) -> int | None:
-    """Return the owner's newest revision, or `None` for an owner without a counter; takes no lock.
-
-    Args:
-        conn: the caller's connection (`adapters.adapter_for` says which).
-        owner_id: a UUID or the text of one.
-
-    Raises:
-        NotInTransaction: the connection is in autocommit and no transaction is open.
-    """
-    rows = _within(conn, "current_revision").rows(
-        "select last_revision from sync_revisions where owner_id = %s::uuid", [_text(owner_id)]
-    )
-    return int(rows[0][0]) if rows else None
+    """Return the owner's newest revision, or `None` for an owner without a counter; takes no lock."""
+    return _current(conn, owner_id, "current_revision")
 
 
 def current_revision_for_update(conn: Any, owner_id: UUID | str) -> int | None:
-    """Return the owner's newest revision and let nobody allocate another before this transaction ends.
+    """Return the owner's newest revision, and let no other transaction allocate one before this transaction ends.
 
     For a write that depends on a read. `None`, and no lock, for an owner without a counter. Pulls do not wait for it. A
     rollback to a savepoint ends a lock that was taken inside it.
-
-    Args:
-        conn: the caller's connection (`adapters.adapter_for` says which).
-        owner_id: a UUID or the text of one.
-
-    Raises:
-        NotInTransaction: the connection is in autocommit and no transaction is open.
     """
-    rows = _within(conn, "current_revision_for_update").rows(
-        # The lock that an allocation takes, and no stronger one: foreign keys may be checked meanwhile.
-        "select last_revision from sync_revisions where owner_id = %s::uuid for no key update",
-        [_text(owner_id)],
+    # The lock that an allocation takes, and no stronger one: foreign keys may be checked meanwhile.
+    return _current(conn, owner_id, "current_revision_for_update", " for no key update")
+
+
+def _current(conn: Any, owner_id: UUID | str, what: str, lock: str = "") -> int | None:
+    rows = _within(conn, what).rows(
+        f"select last_revision from sync_revisions where owner_id = %s::uuid{lock}", [str(_owner(owner_id))]
     )
     return int(rows[0][0]) if rows else None
 
@@ -204,15 +176,15 @@ def guard_pull(conn: Any, owner_id: UUID | str, cursor: int, *, bound: int | Non
     Call it first in the transaction that pulls, then read every synced table with
     `where owner_id = … and revision > cursor and revision <= bound`, where `bound` is what this returned: several
     tables, read by several statements, so agree with each other. Until the transaction ends no purge removes anything
-    of this owner, unless by a rollback to a savepoint in which this was called; writers are not held up. The transaction may be read only, but not on a replica: the primary's purge
-    does not see its lock.
+    of this owner, unless by a rollback to a savepoint in which this was called; writers do not wait. The transaction may be
+    read only, but not on a replica: the primary's purge does not see its lock.
 
     A pull in pages, each in a transaction of its own, keeps its cursor and its bound from the first page to the last, and
-    goes on behind the last row that it has read, by `(revision, id)`: see docs/revisions.md.
+    continues behind the last row that it has read, by `(revision, id)`: see docs/revisions.md.
 
     Args:
-        conn: the caller's connection (`adapters.adapter_for` says which).
-        owner_id: a UUID or the text of one.
+        conn: the caller's connection.
+        owner_id: whose rows.
         cursor: the bound of the reader's last whole pull; 0 for everything, which is always served. Never the revision of
             a page's last row.
         bound: for the second page and later ones, what the first one returned; it is returned again.
@@ -221,12 +193,11 @@ def guard_pull(conn: Any, owner_id: UUID | str, cursor: int, *, bound: int | Non
         ResyncRequired: deletions after the cursor have been purged, or the cursor is from a future that this database
             does not know (it was restored from a backup, or failed over and lost commits).
         UnknownOwner: the owner has no counter.
-        NotInTransaction: the connection is in autocommit and no transaction is open.
     """
-    if isinstance(cursor, bool) or not isinstance(cursor, int) or cursor < 0:  # type: ignore[redundant-expr]
-        raise ValueError(f"a cursor is an int >= 0, not {cursor!r}")
-    if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int) or bound < cursor):  # type: ignore[redundant-expr]
-        raise ValueError(f"a bound is what the first page returned, an int >= its cursor {cursor}, not {bound!r}")
+    if not _is_int(cursor) or cursor < 0:
+        raise ValueError(f"a cursor is an int >= 0, got {cursor!r}")
+    if bound is not None and (not _is_int(bound) or bound < cursor):
+        raise ValueError(f"a bound is what the first page returned, an int >= its cursor {cursor}, got {bound!r}")
     owner = _owner(owner_id)
     session = _within(conn, "guard_pull")
     # Two statements: the lock may wait for a purge to commit, and only a statement begun after that sees its horizon.
@@ -245,9 +216,10 @@ def guard_pull(conn: Any, owner_id: UUID | str, cursor: int, *, bound: int | Non
     current, horizon = (int(value) for value in rows[0])
     newest = cursor if bound is None else bound
     if newest > current or 0 < cursor < horizon:
+        named = f"cursor {cursor}" if newest == cursor else f"bound {bound} of cursor {cursor}"
         reason = f"is above the newest revision {current}" if newest > current else f"is below the horizon {horizon}"
         raise ResyncRequired(
-            f"{'cursor' if newest == cursor else f'bound {bound} of cursor'} {cursor} of owner {owner} {reason}: start again from cursor 0",
+            f"{named} of owner {owner} {reason}: start again from cursor 0",
             owner_id=owner,
             cursor=cursor,
             horizon=horizon,
@@ -261,12 +233,12 @@ def purge_tombstones(
 ) -> PurgedBatch:
     """Remove one batch of old tombstones from a synced table and raise the horizons of their owners.
 
-    Waits for nobody: rows that a writer has locked, and owners with an open pull or another purge, are left for a later
+    It waits for no lock: rows that a writer has locked, and owners with an open pull or another purge, are left for a later
     call. New pulls of the owners of removed rows wait until the transaction ends, so use one transaction per batch, and
     call again until `rows` is 0. Tombstones of an owner without a counter stay.
 
     Args:
-        conn: the caller's connection (`adapters.adapter_for` says which).
+        conn: the caller's connection.
         table: the name of a table with the columns id, owner_id, deleted_at and revision, or (schema, name). Quoted. Its
             primary key is id, or (owner_id, id) where rows move between owners.
         older_than: seconds (or a timedelta) since `deleted_at`, by the database's clock.
@@ -274,11 +246,10 @@ def purge_tombstones(
 
     Raises:
         ValueError: a negative age, or a limit below 1.
-        NotInTransaction: the connection is in autocommit and no transaction is open.
     """
     age = older_than.total_seconds() if isinstance(older_than, timedelta) else float(older_than)
     if not age >= 0 or limit < 1:
-        raise ValueError(f"older_than is seconds >= 0 and limit at least 1, not {older_than!r} and {limit!r}")
+        raise ValueError(f"older_than is seconds >= 0 and limit at least 1, got {older_than!r} and {limit!r}")
     name = sql.Identifier(*([table] if isinstance(table, str) else table)).as_string(None).replace("%", "%%")
     rows = _within(conn, "purge_tombstones").rows(_PURGE.replace("{table}", name), [age, _PULL_LOCKS, limit])
     return PurgedBatch(
@@ -357,22 +328,15 @@ def copy_sql(name: Literal["revisions", "revisions-rename"]) -> str:
     Raises:
         ValueError: another name.
     """
-    if name not in ("revisions", "revisions-rename"):
+    if name not in _COPIES.values():
         raise ValueError(f"there is SQL to copy for 'revisions' and 'revisions-rename', not for {name!r}")
-    package = Path(__file__).parent
-    for folder in (package / "migrations", package.parent / "migrations"):  # the wheel's, the checkout's
-        file = folder / "copy" / f"{name}.sql"
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
-    raise FileNotFoundError(f"{name}.sql is missing from this installation")
+    return (migrate.folder() / "copy" / f"{name}.sql").read_text("utf-8")
 
 
 def __getattr__(name: str) -> str:
-    if name == "POSTGRES_MIGRATION_SQL":
-        return copy_sql("revisions")
-    if name == "POSTGRES_RENAME_SQL":
-        return copy_sql("revisions-rename")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _COPIES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return copy_sql(_COPIES[name])  # type: ignore[arg-type]
 
 
 def _within(conn: Any, what: str) -> Adapter:
@@ -381,24 +345,23 @@ def _within(conn: Any, what: str) -> Adapter:
     return session
 
 
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _owner(owner_id: UUID | str) -> UUID:
     if isinstance(owner_id, UUID):
         return owner_id
     if not isinstance(owner_id, str):
-        raise TypeError(f"an owner id is a UUID or the text of one, not {type(owner_id).__name__}")
+        raise TypeError(f"an owner id is a UUID or the text of one, got {type(owner_id).__name__}")
     try:
         return UUID(owner_id)
     except ValueError as exc:
-        raise ValueError(f"an owner id is a UUID or the text of one, not {owner_id!r:.80}") from exc
-
-
-def _text(owner_id: UUID | str) -> str:
-    return str(_owner(owner_id))
+        raise ValueError(f"an owner id is a UUID or the text of one, got {owner_id!r:.80}") from exc
 
 
 def _unknown(owners: Iterable[UUID]) -> UnknownOwner:
     owner_ids = tuple(owners)
-    return UnknownOwner(
-        f"no revision counter for {', '.join(map(str, owner_ids))}; call ensure_owner when the owner is created",
-        owner_ids=owner_ids,
-    )
+    names = ", ".join(map(str, owner_ids))
+    message = f"no revision counter for {names}: call ensure_owner when the owner is created"
+    return UnknownOwner(message, owner_ids=owner_ids)

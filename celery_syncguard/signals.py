@@ -2,10 +2,10 @@
 
 - `lock_acquired`: sender=task, lease
 - `lock_held`: sender=task, held (`store.Held`), outcome ("retry", "skip", "raise" or "copy"), delay in seconds or None
-- `lock_released`: sender=task, lease, released (False: it was not ours any more)
-- `lease_lost`: sender=the SyncGuard, lease. Sent once, in whichever thread noticed: perhaps only after `lock_released`, as
-  the body is interrupted first
-- `run_answered`: sender=task, done (`store.Done`): the work was done before, so it was answered and not run
+- `lock_released`: sender=task, lease, released (False: it was no longer ours)
+- `lease_lost`: sender=the SyncGuard, lease. Sent once, in the thread that noticed; perhaps after `lock_released`, since the
+  body is interrupted first
+- `run_answered`: sender=task, done (`store.Done`): the work was done before, so the delivery was answered and not run
 - `task_skipped`: sender=task, skipped (`Skipped`)
 - `task_duplicate`: sender=task, claim (`store.Claim`): a second copy was not published
 - `leader_elected`: sender=the leadership key, term

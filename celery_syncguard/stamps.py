@@ -1,8 +1,8 @@
-"""Stamps on messages: the sender's clock travels with every task, and the worker's clock overtakes it.
+"""Stamps on messages: every message carries a stamp of its sender's clock, and the worker's clock overtakes it.
 
-A published message carries a stamp in the header `syncguard_hlc`. The worker observes it before the body runs, so
-whatever the body stamps (`clock_for(self.app).now()`, or `self.hlc.now()` in a LockedTask) sorts after whatever its
-sender had stamped, and so on down a chain, whatever the clocks of the machines say.
+A published message carries the stamp in the header `syncguard_hlc`. The worker observes it before the body runs, so what
+the body stamps (`clock_for(self.app).now()`, or `self.hlc.now()` in a LockedTask) sorts after all that its sender had
+stamped, and so on down a chain, whatever the clocks of the machines say. Celery's canvas stamping is another thing.
 
 Invariants:
 
@@ -47,7 +47,7 @@ def clock_for(app: Any) -> HybridLogicalClock:
 def install_stamps(app: Any, clock: HybridLogicalClock | None = None) -> HybridLogicalClock:
     """Stamp what this process publishes, observe what it runs for `app`, and return the clock that does it.
 
-    Harmless when repeated. Works for every task of the application, whatever its class.
+    May be repeated. It works for every task of the application, of any class.
 
     Args:
         app: a Celery application.
@@ -61,10 +61,10 @@ def install_stamps(app: Any, clock: HybridLogicalClock | None = None) -> HybridL
 
 
 def follow_setting(app: Any) -> None:
-    """As `install_stamps`, from the moment that the application's configuration says `syncguard_hlc = True`.
+    """As `install_stamps`, if the application's configuration says `syncguard_hlc = True`.
 
     Reads the setting when the first message is published or run, never earlier: asking an application for its
-    configuration makes it load it, and it may still be in the making.
+    configuration makes it load that, perhaps before it is complete.
     """
     _stamps_of(app)
 
@@ -83,7 +83,7 @@ class _Stamps:
         if self.wanted is None:
             app = self._app()
             if app is not None and app.configured:
-                # Once: looking a setting up costs as much as all the rest of a stamp, and every message asks.
+                # Once: looking up a setting costs as much as the rest of a stamp, and every message asks.
                 self.wanted = bool(app.conf.get("syncguard_hlc"))
         return bool(self.wanted)
 
@@ -94,7 +94,7 @@ class _Stamps:
         try:
             stamp = self.clock.now() if earlier is None else self._overtake(earlier)
         except HlcError as exc:
-            # What another one stamped stays.
+            # The earlier stamp stays.
             logger.warning("message sent without a stamp: %s", exc, extra={"event": "stamp_failed"})
             return
         headers[HEADER] = int(stamp)
@@ -118,15 +118,15 @@ class _Stamps:
             _ignored(stamp, exc, task_id=task_id)
 
 
-# Of every application in this process. One handler per signal serves them all: Celery 5.4 takes the same method of two
-# objects for one receiver and would connect the first only.
+# Of every application in this process. One handler per signal serves all of them: Celery 5.4 treats the same method of
+# two objects as one receiver and would connect the first only.
 _all: weakref.WeakSet[_Stamps] = weakref.WeakSet()
 
 
 @signals.before_task_publish.connect(weak=False)  # type: ignore[untyped-decorator]
 def _on_publish(headers: MutableMapping[str, Any] | None = None, **_: Any) -> None:
-    # The signal does not say which application publishes. So every one in this process that is installed stamps,
-    # each overtaking the one before: the message comes after all that any of them has stamped.
+    # The signal does not say which application publishes. So every installed one in this process stamps, each overtaking
+    # the one before: the message comes after all that any of them has stamped.
     if headers is not None:
         for stamps in list(_all):
             stamps.stamp(headers)

@@ -149,8 +149,8 @@ begin
   end loop;
 
   if outcome is null and v_row.key is not null then
-    -- Expired, and in use by a transaction that called fenced() if somebody has the row locked. From here on nobody can
-    -- complete under the old lease, so what is done is looked up after this.
+    -- Expired. If the row is locked, a transaction that called fenced() uses it. Once it is ours, nothing more can be
+    -- completed under the old lease, so what is done is looked up after this.
     perform 1 from syncguard_locks l
     where l.key = p_key and l.lock_id = v_row.lock_id and l.expires_at_ms <= now_ms
     for update skip locked;
@@ -308,8 +308,8 @@ begin
     from syncguard_locks l join wanted w on w.key = l.key and w.lock_id = l.lock_id
     for no key update of l skip locked
   )
-  -- An expired lease is renewed only while nobody takes it over. The TypeScript client decides to by a read that locks
-  -- no row, but under the advisory lock.
+  -- An expired lease is renewed only while it is not being taken over. The TypeScript client decides to by a read that
+  -- locks no row, but under the advisory lock.
   update syncguard_locks l set expires_at_ms = syncguard_clock_ms() + k.ttl_ms
   from locked k
   where l.key = k.key and l.lock_id = k.lock_id

@@ -92,7 +92,7 @@ begin
   if v_stored is not null and (v_fence is null or v_fence < v_stored) then
     raise exception 'stale fence % for %: % is stored', coalesce(v_fence::text, 'null'), tg_table_name, v_stored
       using errcode = 'SG003',
-        detail = 'Somebody with a newer lease has written meanwhile.',
+        detail = 'A writer with a newer lease has written meanwhile.',
         hint = 'The lease of this writer is lost: give up, do not repeat.';
   end if;
   return new;

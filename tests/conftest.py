@@ -4,7 +4,8 @@ A server is taken from SYNCGUARD_TEST_DSN, SYNCGUARD_TEST_REDIS_URL or SYNCGUARD
 SYNCGUARD_TEST_PGBOUNCER=1 the applications of acceptance tests reach PostgreSQL through pgbouncer in transaction mode,
 and tests marked `direct`, which look at the connection itself, are left out.
 A test whose server this machine does not have is deselected, and the last lines of the run say so in red; under CI=true
-the run fails instead. Nothing is ever skipped.
+the run fails instead. Nothing is ever skipped. With SYNCGUARD_TEST_WITHOUT=rabbitmq (names of servers) the run does
+without them, and says nothing.
 
 Not here: tasks and applications (they lie beside their tests) and the fixtures' own code (`tests/fixtures`).
 """
@@ -45,6 +46,9 @@ _TO_APPS = {"celery_setup", "app_dsn", "private_app_dsn", "empty_app_dsn", "app_
 # Whether applications are led through a pooler.
 POOLED = os.environ.get("SYNCGUARD_TEST_PGBOUNCER", "") not in ("", "0")
 
+# Which servers this run does without.
+WITHOUT = frozenset(os.environ.get("SYNCGUARD_TEST_WITHOUT", "").split())
+
 
 # --- missing servers ------------------------------------------------------------------------------------------------
 
@@ -66,7 +70,7 @@ def _start_shared(config: pytest.Config) -> None:
 
     Each gets a virtual host, so that broadcasts of one reach no worker of another.
     """
-    if os.environ.get(servers.ENV_VARIABLES["rabbitmq"]) or servers.missing("rabbitmq"):
+    if os.environ.get(servers.ENV_VARIABLES["rabbitmq"]) or "rabbitmq" in WITHOUT or servers.missing("rabbitmq"):
         return
     server = servers.RabbitServer(vhosts=[f"process{number}" for number in range(_VHOSTS)])
     config.add_cleanup(server.close)
@@ -91,14 +95,19 @@ _SHARED_RABBIT = pytest.StashKey[servers.RabbitServer]()
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reasons = {name: servers.missing(name) for name in ("pg", "redis", "rabbitmq", "pgbouncer")}
     kept: list[pytest.Item] = []
+    missed: list[pytest.Item] = []
     dropped: list[pytest.Item] = []
     for item in items:
-        (dropped if any(reasons[name] for name in _servers_of(item)) else kept).append(item)
-    if dropped:
-        config.stash[_DROPPED] = (len(dropped), [reason for reason in reasons.values() if reason])
-    if POOLED:
-        dropped += [item for item in kept if item.get_closest_marker("direct")]
-        kept = [item for item in kept if not item.get_closest_marker("direct")]
+        needs = _servers_of(item)
+        if needs & WITHOUT or (POOLED and item.get_closest_marker("direct")):
+            dropped.append(item)
+        elif any(reasons[name] for name in needs):
+            missed.append(item)
+        else:
+            kept.append(item)
+    if missed:
+        config.stash[_DROPPED] = (len(missed), [reason for reason in reasons.values() if reason])
+    dropped += missed
     if dropped:
         config.hook.pytest_deselected(items=dropped)
     items[:] = dealt(kept, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
@@ -269,6 +278,15 @@ def history(pg_dsn: str) -> Iterator[History]:
         yield record
 
 
+@pytest.fixture
+def guard(pg_dsn: str) -> Iterator[Any]:
+    """A guard of the test's own process on `pg_dsn`. It sees what is in the tables: it goes through no pooler."""
+    from celery_syncguard import SyncGuard
+
+    with SyncGuard(pg_dsn) as guard:
+        yield guard
+
+
 def _migrate(dsn: str) -> None:
     from celery_syncguard.postgres.migrate import migrate
 
@@ -369,7 +387,7 @@ class StartSetup(Protocol):
 
 @pytest.fixture
 def celery_setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StartSetup]:
-    """Make the setup of this test: `setup = celery_setup("tests.acceptance.tasks_of_retries", conf={...})`.
+    """Make the setup of this test: `setup = celery_setup("tests.acceptance.apps.retrying", conf={...})`.
 
     Unless told otherwise (`broker=`, `dsn=`) it uses the fixtures `broker` and `pg_dsn` (perhaps through a pooler), which
     the test has to request, since they decide how often it runs and what it needs. Nodes are killed when the test ends,

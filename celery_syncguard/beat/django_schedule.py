@@ -1,14 +1,14 @@
-"""django-celery-beat's schedule, seen as it is now: also after edits that its own change flag does not tell of.
+"""django-celery-beat's schedule, with edits that its own change flag does not tell.
 
 Its scheduler looks at a timestamp that Django's signals write. `QuerySet.update`, bulk operations, triggers and psql write
-none, and their edits show after five minutes, or never. So the rows themselves are compared, every `max_interval` seconds.
+none, and their edits are seen after five minutes, or never. So the rows themselves are compared, every `max_interval` seconds.
 
-What differs is read again, row by row, and put where it belongs; theirs reads the whole table for each edit, and asks of
-every entry when it is due, before it sends another slot. Slots that are due come first: edits are looked for between them,
-once a second at most.
+Only rows that differ are read again, and put where they belong; its own scheduler reads the whole table for each edit, and asks
+every entry when it is due, before it sends another slot. Due slots are sent first: edits are looked for between them, at most
+once a second.
 
-And while the database is in trouble nothing is forgotten: neither an edit that was seen and could not be read, nor what is to
-be written into the rows. What beat writes there never overwrites what somebody else has just written.
+While the database is in trouble nothing is forgotten: no edit that was seen and could not be read, and nothing that is to be
+written into the rows. What beat writes there never overwrites an edit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import hashlib
 import heapq
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -27,18 +27,19 @@ from django.db import DatabaseError, InterfaceError, close_old_connections, rout
 from django_celery_beat.schedulers import DatabaseScheduler
 from django_celery_beat.schedulers import logger as their_logger
 
+from celery_syncguard.beat.agenda import Agenda
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
 
 __all__ = ["SeesEdits"]
 
-#: Seconds between two looks at the rows, at most; and at least, or ten times as long as a look takes.
+#: The longest time between two looks at the rows, in seconds, and the shortest one (or ten times as long as a look takes).
 _OFTEN_ENOUGH, _OFTEN = 5.0, 1.0
 
 #: Columns that beat itself writes.
 _OURS = {"last_run_at", "total_run_count", "date_changed"}
 
-#: What has to be theirs for a row to be read by itself: a class of somebody's own may see the table as it likes.
+#: What a class must not override for a row to be read alone: a user's class may read the table in its own way.
 _READING = {
     "all_as_schedule",
     "enabled_models",
@@ -71,7 +72,7 @@ class SeesEdits:
     _heap: Any
     _heap_invalidated: bool
     _schedule: Any
-    _enter: Callable[[Any], None]
+    _agenda: Agenda
 
     @property
     def schedule(self) -> Any:
@@ -87,8 +88,8 @@ class SeesEdits:
         return found
 
     def schedule_changed(self) -> bool:
-        """Whether to read the whole table: what changed could not be read; or, for a class that has a way of its own to
-        read it, as theirs, or a row differs from when they were last compared.
+        """Whether to read the whole table: what changed could not be read; or, for a class with its own way to read it, its
+        own change flag says so or a row differs.
         """
         if self._unread:
             return True
@@ -98,7 +99,7 @@ class SeesEdits:
         return bool(self._compare(told)) or told
 
     def schedules_equal(self, *args: Any, **kwargs: Any) -> bool:
-        """Called at the beginning of a tick: whether the heap is that of the schedule, with what has changed put in."""
+        """Called at the beginning of a tick: puts in what has changed. Whether the heap is that of the schedule."""
         if self._heap_invalidated or not self._reads_as_theirs:
             return bool(super().schedules_equal(*args, **kwargs))  # type: ignore[misc]
         if not self._may_look():
@@ -114,7 +115,7 @@ class SeesEdits:
 
     @property
     def look_in(self) -> float:
-        """Seconds after which the rows are to be looked at again, whatever is due. A class of its own looks when it is asked."""
+        """Seconds after which the rows are to be looked at again. A class with its own way to read looks when it is asked."""
         if not self._reads_as_theirs:
             return math.inf
         return max(0.0, max(self._look_at, self._looked_at + self._often_enough()) - clock.now())
@@ -138,8 +139,8 @@ class SeesEdits:
         return True
 
     def _compare(self, told: bool) -> dict[Any, str | None]:
-        """The rows that differ from when they were last compared, by key, with the name that they had then; if that is due,
-        or something was told.
+        """The rows that differ since the last comparison, by key, with the name that they had then. Compares if that is due,
+        or if `told`: the change flag says so.
         """
         now = clock.now()
         if told:
@@ -172,7 +173,7 @@ class SeesEdits:
         return prints
 
     def _read(self, changed: dict[Any, str | None]) -> None:
-        """Read these rows again, and put them into the schedule and its heap, which are kept as they are otherwise."""
+        """Read these rows again, and put them into the schedule and its heap. The rest stays as it is."""
         before = {name for name in changed.values() if name is not None}
         for name in before & self._dirty:
             self._write(name)
@@ -188,7 +189,7 @@ class SeesEdits:
         heapq.heapify(heap)
         self._heap = heap
         if before - found.keys():
-            self._enter(dict(self._schedule))  # that they are gone
+            self._agenda.enter(dict(self._schedule))  # that they are gone
 
     def _made_from(self, rows: Iterable[Any]) -> dict[str, Any]:
         found = {}
@@ -197,25 +198,23 @@ class SeesEdits:
                 found[model.name] = self.Entry(model, app=self.app)
             except (DatabaseError, InterfaceError):
                 raise
-            except Exception as exc:  # whatever a broken row leads to  # noqa: BLE001
+            except Exception as exc:  # a broken row may raise anything  # noqa: BLE001
                 logger.error(
                     "%r is not in the schedule: its row cannot be read: %s: %s", model.name, type(exc).__name__, exc
                 )
         return found
 
     def is_empty(self) -> bool:
-        """Whether no row is enabled besides the one that Celery adds. The schedule does not tell: it leaves out crontabs
-        that are hours away.
-        """
+        """Whether no row is enabled besides the one that Celery adds. Its schedule leaves out crontabs that are hours away."""
         return not self.Model.objects.enabled().exclude(name="celery.backend_cleanup").exists()
 
     def all_as_schedule(self) -> dict[str, Any]:
-        """As theirs; but a row that cannot be read, with a schedule that is gone, does not hide all the others."""
+        """As theirs; but one row that cannot be read (its schedule is gone, say) does not hide all the others."""
         try:
             found: dict[str, Any] = super().all_as_schedule()  # type: ignore[misc]
         except (DatabaseError, InterfaceError):
             raise  # no row is at fault, and none must be left out
-        except Exception:  # whatever a broken row leads to  # noqa: BLE001
+        except Exception:  # a broken row may raise anything  # noqa: BLE001
             found = self._made_from(self.Model.objects.enabled())
         return found
 
@@ -227,7 +226,7 @@ class SeesEdits:
         ended = {"enabled": False, "total_run_count": 0, "last_run_at": None}
         row = self.Model._default_manager.filter(pk=model.pk)  # noqa: SLF001
         if getattr(model, "clocked", None) is not None:
-            # Whoever has given it another time meanwhile, as its own task may, wants it once more.
+            # A row with another time by now is to run once more: its own task may have changed it.
             row = row.filter(clocked__clocked_time=model.clocked.clocked_time)
         row.update(**ended)
         model.enabled, model.total_run_count = False, 0
@@ -241,7 +240,7 @@ class SeesEdits:
         Raises:
             DatabaseError, InterfaceError: of Django.
         """
-        if super().sync.__func__ is not DatabaseScheduler.sync:  # type: ignore[misc]  # a class of its own making
+        if super().sync.__func__ is not DatabaseScheduler.sync:  # type: ignore[misc]  # overridden by a user's class
             super().sync()  # type: ignore[misc]
             return
         close_old_connections()
@@ -257,7 +256,7 @@ class SeesEdits:
         self._dirty.discard(name)
 
     def _save(self, entry: Any) -> None:
-        # Its `save` reads the row and writes all of it. The lock makes whoever edits it come before or after.
+        # Its `save` reads the row and writes all of it. The lock makes an edit come before or after.
         database = router.db_for_write(self.Model)
         with transaction.atomic(using=database):
             self.Model._default_manager.using(database).select_for_update().get(pk=entry.model.pk)  # noqa: SLF001
@@ -280,5 +279,5 @@ def _without_stack(record: logging.LogRecord) -> bool:
     return True
 
 
-# A database that is away is no fault of the code: a line says so, and the next look asks again.
+# A database that is down is no fault of the code: one line without a stack says so, and the next look asks again.
 their_logger.addFilter(_without_stack)

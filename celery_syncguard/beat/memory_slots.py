@@ -7,15 +7,7 @@ import threading
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 
-from celery_syncguard.beat.slots import (
-    Claimed,
-    Entered,
-    EntryRow,
-    EntryState,
-    Slot,
-    SlotRow,
-    TermRow,
-)
+from celery_syncguard.beat.slots import Claimed, Entered, EntryRow, EntryState, Slot, SlotRow, TermRow
 from celery_syncguard.core import clock
 from celery_syncguard.core.lease import Lease
 from celery_syncguard.core.memory import MemoryStore
@@ -26,16 +18,21 @@ __all__ = ["MemorySlots"]
 _KEEPS_ITS_PLACE = timedelta(hours=1)
 
 
+@dataclasses.dataclass(slots=True)
+class _Entry:
+    row: EntryRow
+    next_due_at: datetime | None = None
+    removed_at: datetime | None = None
+
+
 class MemorySlots:
-    """Slots in this process, with the rules of the SQL functions."""
+    """As `PostgresSlots`."""
 
     def __init__(self, store: MemoryStore, leader_key: str) -> None:
         self._store = store
         self._key = leader_key
         self._mutex = threading.Lock()
-        self._entries: dict[str, EntryRow] = {}
-        self._next: dict[str, datetime | None] = {}
-        self._removed: dict[str, datetime] = {}
+        self._entries: dict[str, _Entry] = {}
         self._slots: dict[Slot, SlotRow] = {}
         self._terms: dict[int, TermRow] = {}
 
@@ -52,32 +49,32 @@ class MemorySlots:
             read = self._now()
             now = now or read
             term = int(lease.fence)
-            row = TermRow(term, lease.holder, lease.ttl, read, read, None, None, None, None, read)
-            self._terms.setdefault(term, row)
+            self._terms.setdefault(
+                term, TermRow(term, lease.holder, lease.ttl, read, read, None, None, None, None, read)
+            )
             for name, text in schedules.items():
-                entry = self._entries.get(name)
-                removed_at = self._removed.pop(name, None)
-                if entry is None:
-                    self._entries[name] = EntryRow(text, now.replace(microsecond=0), now, 0)
-                elif entry.schedule != text or (removed_at is not None and removed_at <= now - _KEEPS_ITS_PLACE):
-                    self._entries[name] = dataclasses.replace(entry, schedule=text, since_at=now)
+                entry = self._entries.setdefault(name, _Entry(EntryRow(text, now.replace(microsecond=0), now, 0)))
+                away = entry.removed_at is not None and entry.removed_at <= now - _KEEPS_ITS_PLACE
+                if entry.row.schedule != text or away:
+                    entry.row = dataclasses.replace(entry.row, schedule=text, since_at=now)
+                entry.removed_at = None
             for name in self._entries.keys() - schedules.keys():
-                self._removed.setdefault(name, now)
-            return Entered(now=read, entries={name: self._entries[name] for name in schedules})
+                self._entries[name].removed_at = self._entries[name].removed_at or now
+            return Entered(now=read, entries={name: self._entries[name].row for name in schedules})
 
     def turn_back(self, lease: Lease, *, now: datetime) -> bool:
         with self._mutex:
             if not self._leads(lease):
                 return False
             for name, entry in self._entries.items():
-                if entry.last_due_at <= now and entry.since_at <= now:
+                last, since = entry.row.last_due_at, entry.row.since_at
+                if max(last, since) <= now:
                     continue
-                earlier = (slot.due_at for slot in self._slots if slot.entry == name and slot.due_at <= now)
-                last = (
-                    entry.last_due_at if entry.last_due_at <= now else max(earlier, default=now.replace(microsecond=0))
-                )
-                self._entries[name] = dataclasses.replace(entry, last_due_at=last, since_at=min(entry.since_at, now))
-                self._next[name] = None
+                if last > now:
+                    earlier = (slot.due_at for slot in self._slots if slot.entry == name and slot.due_at <= now)
+                    last = max(earlier, default=now.replace(microsecond=0))
+                entry.row = dataclasses.replace(entry.row, last_due_at=last, since_at=min(since, now))
+                entry.next_due_at = None
             return True
 
     def claim(self, lease: Lease, slot: Slot, *, schedule: str, next_due_at: datetime | None) -> Claimed:
@@ -86,24 +83,22 @@ class MemorySlots:
             if not self._leads(lease):
                 return Claimed("lost", now)
             row = self._slots.get(slot)
-            if row is not None and (row.sent_at is not None or row.dropped_at is not None):
+            if row is not None and not row.unsent:
                 return Claimed("taken", now)
-            self._slots[slot] = SlotRow(
-                slot.entry, slot.due_at, slot.task_id(self._key), int(lease.fence), now, None, None
-            )
-            entry = self._entries.get(slot.entry) or EntryRow(schedule, slot.due_at, slot.due_at, 1)
-            if entry.last_due_at < slot.due_at:
-                entry = dataclasses.replace(entry, last_due_at=slot.due_at, runs=entry.runs + 1)
-                self._next[slot.entry] = next_due_at
-            self._entries[slot.entry] = entry
+            task_id, term = slot.task_id(self._key), int(lease.fence)
+            self._slots[slot] = SlotRow(slot.entry, slot.due_at, task_id, term, now, None, None)
+            entry = self._entries.get(slot.entry)
+            if entry is None:
+                self._entries[slot.entry] = _Entry(EntryRow(schedule, slot.due_at, slot.due_at, 1))
+            elif entry.row.last_due_at < slot.due_at:
+                entry.row = dataclasses.replace(entry.row, last_due_at=slot.due_at, runs=entry.row.runs + 1)
+                entry.next_due_at = next_due_at
             return Claimed("claimed", now)
 
     def unsent(self) -> list[Slot]:
         with self._mutex:
-            return sorted(
-                (slot for slot, row in self._slots.items() if row.sent_at is None and row.dropped_at is None),
-                key=lambda slot: (slot.due_at, slot.entry),
-            )
+            found = [slot for slot, row in self._slots.items() if row.unsent]
+        return sorted(found, key=lambda slot: (slot.due_at, slot.entry))
 
     def sent(self, slot: Slot, *, term: int) -> None:
         with self._mutex:
@@ -114,7 +109,7 @@ class MemorySlots:
     def drop(self, slot: Slot, *, term: int) -> None:
         with self._mutex:
             row = self._slots[slot]
-            if row.sent_at is None and row.dropped_at is None:
+            if row.unsent:
                 self._slots[slot] = dataclasses.replace(row, dropped_at=self._now())
 
     def flush(self) -> None:
@@ -146,16 +141,14 @@ class MemorySlots:
     def entries(self) -> list[EntryState]:
         with self._mutex:
             return [
-                self._entries[name].state(name, self._next.get(name), self._removed.get(name))
-                for name in sorted(self._entries)
+                entry.row.state(name, entry.next_due_at, entry.removed_at)
+                for name, entry in sorted(self._entries.items())
             ]
 
     def terms(self, *, limit: int = 1) -> list[TermRow]:
         with self._mutex:
-            now = self._now()
-            return [dataclasses.replace(self._terms[term], now=now) for term in sorted(self._terms, reverse=True)][
-                :limit
-            ]
+            latest = sorted(self._terms.values(), key=lambda row: row.term, reverse=True)[:limit]
+            return [dataclasses.replace(row, now=self._now()) for row in latest]
 
     def prune(self, *, older: float) -> int:
         with self._mutex:

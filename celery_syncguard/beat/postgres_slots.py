@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from celery_syncguard.beat.memory_slots import MemorySlots
-from celery_syncguard.beat.slots import Claimed, Entered, EntryRow, EntryState, Slot, SlotRow, Slots, TermRow
+from celery_syncguard.beat.slots import Claimed, Entered, EntryRow, EntryState, Slot, SlotRow, TermRow
 from celery_syncguard.core.events import logger
 from celery_syncguard.core.lease import Lease
 from celery_syncguard.core.memory import MemoryStore
@@ -16,20 +16,7 @@ from celery_syncguard.core.store import LockStore
 from celery_syncguard.errors import StoreUnavailable
 from celery_syncguard.postgres.store import PostgresStore
 
-__all__ = ["PostgresSlots", "open_slots"]
-
-
-def open_slots(store: LockStore, leader_key: str) -> Slots:
-    """The slots in the database of a lock store.
-
-    Raises:
-        TypeError: a store of another kind.
-    """
-    if isinstance(store, PostgresStore):
-        return PostgresSlots(store, leader_key)
-    if isinstance(store, MemoryStore):
-        return MemorySlots(store, leader_key)
-    raise TypeError(f"beat keeps its slots in PostgreSQL or in memory, got the store {store!r}")
+__all__ = ["PostgresSlots", "Slots", "open_slots"]
 
 
 class PostgresSlots:
@@ -55,6 +42,9 @@ class PostgresSlots:
         return [tuple(_utc(value) for value in row) for row in rows]
 
     def enter(self, lease: Lease, schedules: Mapping[str, str], *, now: datetime | None = None) -> Entered | None:
+        """Say which entries (name -> text of its schedule) there are. `now`: the time by which the leader goes, if it
+        knows one. None: the lease does not lead.
+        """
         self.flush()
         names, texts = list(schedules), list(schedules.values())
         rows = self._call(
@@ -65,9 +55,13 @@ class PostgresSlots:
         return Entered(now=rows[0][5], entries={entry: EntryRow(*row) for entry, *row, _ in rows[1:]})
 
     def turn_back(self, lease: Lease, *, now: datetime) -> bool:
+        """The clock was ahead: entries that are ahead of `now` go back to where they were then, and what was sent stays
+        sent. False: the lease does not lead.
+        """
         return bool(self._call("syncguard_beat_turn_back", *_proof(lease), now)[0][0])
 
     def claim(self, lease: Lease, slot: Slot, *, schedule: str, next_due_at: datetime | None) -> Claimed:
+        """Claim a slot for sending, if it is not sent and the lease still leads."""
         self.flush()
         task_id = slot.task_id(self._key)
         ((outcome, _, now_at),) = self._call(
@@ -76,6 +70,7 @@ class PostgresSlots:
         return Claimed(outcome=outcome, now=now_at)
 
     def unsent(self) -> list[Slot]:
+        """The slots that were claimed and never sent, oldest first."""
         found: list[Slot] = []
         page = self._call("syncguard_beat_unsent")
         while page:
@@ -84,9 +79,11 @@ class PostgresSlots:
         return found
 
     def sent(self, slot: Slot, *, term: int) -> None:
+        """Record that the broker has it; later, if the database does not answer now."""
         self._mark(slot, term, dropped=False)
 
     def drop(self, slot: Slot, *, term: int) -> None:
+        """Record that it is not to be sent any more; later, if the database does not answer now."""
         self._mark(slot, term, dropped=True)
 
     def _mark(self, slot: Slot, term: int, *, dropped: bool) -> None:
@@ -102,20 +99,25 @@ class PostgresSlots:
             )
 
     def unrecorded(self) -> list[Slot]:
+        """The slots that are sent or dropped, and not recorded as such yet."""
         return [letter.about[0] for letter in self._marks.waiting]
 
     def flush(self) -> None:
+        """Record what could not be recorded before. Raises StoreUnavailable."""
         self._marks.deliver()
 
     def seen(self, term: int, *, failure: str | None, sent: bool, ended: bool = False) -> datetime:
+        """Record that the leader lives. Returns the store's clock."""
         self.flush()
         now: datetime = self._call("syncguard_beat_seen", term, failure, sent, ended)[0][0]
         return now
 
     def recent(self, *, entry: str | None = None, limit: int = 20) -> list[SlotRow]:
+        """The latest slots, newest first."""
         return [SlotRow(*row) for row in self._call("syncguard_beat_recent", entry, limit)]
 
     def entries(self) -> list[EntryState]:
+        """Where every entry stands, by name."""
         query = (
             "SELECT e.entry, e.next_due_at, e.removed_at, e.schedule, e.last_due_at, e.since_at, e.runs "
             f"FROM {self._prefix}syncguard_beat_entries e WHERE e.leader_key = %s ORDER BY e.entry"
@@ -126,11 +128,30 @@ class PostgresSlots:
         ]
 
     def terms(self, *, limit: int = 1) -> list[TermRow]:
+        """The latest terms, newest first."""
         rows = self._call("syncguard_beat_history", limit)
         return [TermRow(term, holder, ttl_ms / 1000, *instants) for term, holder, ttl_ms, *instants in rows]
 
     def prune(self, *, older: float) -> int:
+        """Delete what has been over for so many seconds. Returns how many slots were deleted."""
         return int(self._call("syncguard_beat_prune", round(older * 1000))[0][0])
+
+
+#: The state of one leader key.
+Slots = PostgresSlots | MemorySlots
+
+
+def open_slots(store: LockStore, leader_key: str) -> Slots:
+    """The slots in the database of a lock store.
+
+    Raises:
+        TypeError: a store of another kind.
+    """
+    if isinstance(store, PostgresStore):
+        return PostgresSlots(store, leader_key)
+    if isinstance(store, MemoryStore):
+        return MemorySlots(store, leader_key)
+    raise TypeError(f"beat keeps its slots in PostgreSQL or in memory, got the store {store!r}")
 
 
 def _proof(lease: Lease) -> tuple[str, str, int]:

@@ -1,16 +1,12 @@
-"""A beat of which there may be many: `celery -A proj beat -S syncguard`.
+"""Who leads, and when it acts: `celery -A proj beat -S syncguard`, on as many hosts as you like.
 
-Each runs a `LeaderScheduler`. One of them leads (`leadership`) and has a schedule; the others have none and send nothing.
-Any class of scheduler can be the schedule inside: Celery's plain one with our state is the default, its persistent one,
-django-celery-beat's, or a class of yours (`syncguard_beat_scheduler`). Which slots there are is ours to say in all of
-them (`timetable`), so that every leader means the same slot by the same instant.
+Each beat runs a `LeaderScheduler`. One of them leads (`core.leadership`) and has a schedule inside; the others have none and
+send nothing. Any scheduler class can be inside: Celery's plain one is the default (`syncguard_beat_scheduler`). Which slots
+there are, the timetable says for all of them, so that every leader means the same instant by the same slot.
 
-Invariants: a process that does not lead reads no schedule and sends nothing; not leading any more is no error and never
-ends the process; constructing connects to nothing (Celery does it twice); `close` may be called at any time, also from a
-signal handler, and again; any number of signals ends the process, and a beat inside a worker ends with that.
-
-Not here: how the leader's schedule sends a slot (`sending`), the state (`slots`), when something is due (`timetable`), election
-(`leadership`).
+Invariants: a process that does not lead reads no schedule and sends nothing; to lose the leadership is no error and never ends
+the process; constructing connects to nothing (Celery does it twice); `close` may be called at any time, also from a signal
+handler, and again; any number of signals ends the process, and a beat inside a worker ends with that.
 """
 
 from __future__ import annotations
@@ -19,33 +15,36 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
-from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 from billiard import common as billiard_common
 from billiard.process import current_process
 from celery import beat
 from celery.signals import beat_embedded_init, beat_init
-from celery.utils.imports import load_extension_class_names, qualname, symbol_by_name
+from celery.utils.imports import qualname
 from kombu.exceptions import OperationalError
 
 from celery_syncguard import signals
+from celery_syncguard.beat.agenda import Agenda
+from celery_syncguard.beat.broker import Broker
+from celery_syncguard.beat.entry_rows import of_the_database
+from celery_syncguard.beat.inner_schedule import (
+    attempt,
+    close_schedule,
+    inner_class,
+    open_schedule,
+    tell_what_is_missing,
+)
 from celery_syncguard.beat.postgres_slots import open_slots
-from celery_syncguard.beat.slot_sender import AGAIN, of_the_database, sending
-from celery_syncguard.beat.slots import PRUNED_AT_MOST, Slots
+from celery_syncguard.beat.slots import PRUNED_AT_MOST
 from celery_syncguard.beat.timekeeper import Timekeeper
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
 from celery_syncguard.core.leadership import Leadership
 from celery_syncguard.core.lease import Lease
-from celery_syncguard.errors import (
-    ImproperlyConfigured,
-    LeaseLost,
-    NoLease,
-    SyncGuardError,
-)
+from celery_syncguard.errors import LeaseLost, NoLease, SyncGuardError
 from celery_syncguard.postgres.connection import describe_dsn
 from celery_syncguard.tasks import app_state
 
@@ -57,6 +56,8 @@ _TURN = 0.2
 _PATIENCE = 60.0
 #: How long slots and terms are kept, and how often the old ones are deleted, in seconds.
 _KEPT, _PRUNE_EVERY = 7 * 86_400.0, 3600.0
+#: Seconds after which a leader tries again that could not ask the database.
+_AGAIN = 0.2
 #: A schedule that fails so often in a row is left to another beat.
 _TOO_MANY_FAILURES = 3
 
@@ -66,14 +67,18 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
     `syncguard_beat_scheduler`, `syncguard_catch_up`; per entry `options={"syncguard_catch_up": "all"}`.
 
     Raises:
-        ImproperlyConfigured: a `syncguard_*` setting that cannot be meant, or no database.
+        ImproperlyConfigured: an invalid `syncguard_*` setting, or no database.
     """
 
-    _leadership: Leadership | None = None
+    #: This beat's part in the leadership, once it ticks.
+    leadership: Leadership | None = None
+    #: The pid of the worker that this beat ends with, however that ended.
+    worker: int | None = None
     _busy = False  # a signal handler that runs now interrupts the schedule
     _ending = False  # a signal said so
     _closed = False
     _done = False  # closed, and nothing is left to be done
+    _told_late = False
 
     def __init__(self, app: Any, *args: Any, **kwargs: Any) -> None:
         self.take_signals()  # first: Celery's handler would make another scheduler, in the middle of this
@@ -82,17 +87,17 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         app_state.attach(app)
         self._settings = app_state.settings_for(app)
         self._guard = app_state.guard_for(app)
-        self._class = _inner_class(self._settings.beat_scheduler, app.conf.beat_scheduler)
-        self._slots: Slots | None = None
+        self._class = inner_class(self._settings.beat_scheduler, app.conf.beat_scheduler, LeaderScheduler)
+        self._slots = open_slots(self._guard.store, self._settings.leader_key)
         self._inner: Any = None
+        self._agenda: Agenda | None = None
+        self._broker = Broker()
         self._term: Lease | None = None
         self._next_tick = self._next_report = self._next_prune = self._next_flush = 0.0
         self._failures = 0
         self._complained = False
         self._ticked_at = 0.0
         self._time = Timekeeper()
-        self._told_late = False
-        self._parent: int | None = None  # the worker that this beat ends with
 
     @property
     def info(self) -> str:
@@ -103,11 +108,6 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
             f"    . state -> {where}\n"
             f"    . schedule of the leader -> {qualname(self._class)}"
         )
-
-    @property
-    def leadership(self) -> Leadership | None:
-        """This beat's part in the leadership, once it ticks."""
-        return self._leadership
 
     def get_schedule(self) -> Any:
         return {} if self._inner is None else self._inner.schedule
@@ -129,7 +129,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         if self._ending:
             raise SystemExit  # once more: a schedule, or a destructor, may have swallowed the first one
         if self._orphaned():
-            logger.warning("the worker that this beat belongs to (pid %s) is gone, so it ends", self._parent)
+            logger.warning("the worker that this beat belongs to (pid %s) is gone, so it ends", self.worker)
             self._ending = True
             raise SystemExit
         if self._closed:
@@ -149,25 +149,27 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
             return
         try:
             self._busy = True
-            self._attempt(self._inner._do_sync, "could not write back its schedule")  # noqa: SLF001 - notes when it was
+            attempt(self._inner._do_sync, "could not write back its schedule")  # noqa: SLF001 - notes when it was
         finally:
             self._busy = False
 
     def close(self) -> None:
-        """Hand the leadership over. At once and within a second, when called by a signal handler in the middle of a tick, of
-        a `sync` or of itself; then the schedule is closed by the next call, which Celery makes once that is unwound.
+        """Hand the leadership over. A signal handler may call it in the middle of a tick, of a `sync` or of itself: then it
+        returns within a second, and the next call, which Celery makes once that is unwound, closes the schedule.
         """
         self._closed = True
+        if self._done:
+            return
         if self._busy:
             # The schedule may hold locks of its own, a connection's above all, and must not be entered a second time.
-            if self._leadership is not None:
-                self._leadership.stop(timeout=1.0)
+            if self.leadership is not None:
+                self.leadership.stop(timeout=1.0)
             return
         try:
             self._busy = True
             self._write_last()
-            if self._leadership is not None:
-                self._leadership.stop()
+            if self.leadership is not None:
+                self.leadership.stop()
             self._tell_late()
             # Last, since a broker that hangs may take its time over a connection that is to be closed.
             self._retire()
@@ -178,35 +180,27 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
     # How the process ends
 
     def take_signals(self) -> None:
-        """Have SIGTERM and SIGINT end the process, if Celery's `celery beat` has handlers for them: whoever runs its service in
-        a program of its own has handlers of its own.
+        """Have SIGTERM and SIGINT end the process, if `celery beat` has handlers for them. A program that runs Celery's
+        service itself has handlers of its own.
         """
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGTERM, signal.SIGINT):
                 if getattr(signal.getsignal(signum), "__module__", None) in ("celery.apps.beat", __name__):
-                    self.end_by(signum)
-
-    def end_by(self, signum: int) -> None:
-        """Have this signal end the process."""
-        signal.signal(signum, self._on_signal)
-
-    def end_with(self, parent: int) -> None:
-        """End when the process with this pid is not the parent any more, however it went."""
-        self._parent = parent
+                    signal.signal(signum, self._on_signal)
 
     def _on_signal(self, _signum: int, _frame: Any) -> None:
-        # Sets flags and takes no lock: it may have interrupted whoever holds that, itself included. Celery's own handler
-        # closes the scheduler and sets an event; here that is left to what its service does once it is unwound.
+        # Sets flags and takes no lock: it may have interrupted the code that holds that lock, itself included. Celery's own
+        # handler closes the scheduler and sets an event; here its service does both once it is unwound.
         if self._done:
-            return  # what is left is Celery's and Python's own end, which an exception would only spoil
+            return  # what is left is Celery's and Python's own end, which an exception would only disturb
         again, self._ending = self._ending, True
-        if (again or self._busy) and self._leadership is not None:
+        if (again or self._busy) and self.leadership is not None:
             # What was interrupted may hang, and what is to close it, too.
-            self._leadership.stop(timeout=1.0)
+            self.leadership.stop(timeout=1.0)
         raise SystemExit
 
     def _orphaned(self) -> bool:
-        return self._parent is not None and os.getppid() != self._parent
+        return self.worker is not None and os.getppid() != self.worker
 
     # The tick
 
@@ -227,23 +221,22 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
                 left = min(left, getattr(self._inner, "look_in", left))
                 self._failures, self._complained = 0, False
         except LeaseLost as exc:
-            # The database knows better than our clock: the row is gone, or somebody else's.
+            # The database knows better than our clock: the row is gone, or another process's.
             lease.lose(exc.reason)
             return 0.0
         except NoLease:
-            return 0.0  # it was released while the tick was under way
+            return 0.0  # it was released during the tick
         except SyncGuardError as exc:
             left = self._hold_back(exc)
-        except Exception as exc:  # the schedule inside is anybody's code  # noqa: BLE001
+        except Exception as exc:  # the schedule inside may be any class  # noqa: BLE001
             left = self._trouble(exc)
         self._next_tick = clock.now() + left
         return max(0.0, min(left, _TURN))
 
     def _begin(self) -> Leadership:
-        if self._leadership is None:
-            self._slots = open_slots(self._guard.store, self._settings.leader_key)
+        if self.leadership is None:
             key = self._settings.leader_key
-            self._leadership = Leadership(
+            self.leadership = Leadership(
                 self._guard,
                 key,
                 ttl=self._settings.leader_ttl,
@@ -252,76 +245,53 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
                 on_elected=lambda lease: signals.leader_elected.send(sender=key, term=lease.fence),
                 on_lost=lambda lease: signals.leader_lost.send(sender=key, term=lease.fence),
             )
-            self._leadership.start()
-        return self._leadership
+            self.leadership.start()
+        return self.leadership
 
     def _alive(self) -> bool:
         patience = max(_PATIENCE, 4 * self._settings.leader_ttl)
         return clock.now() - self._moved_at() < patience and not self._orphaned()
 
     def _moved_at(self) -> float:
-        # A tick may take long, for what it does: as long as entry after entry is looked at, nothing hangs.
-        inner = self._inner
-        return self._ticked_at if inner is None else max(self._ticked_at, inner.moved_at)
+        # A tick may take long: as long as it looks at entry after entry, nothing hangs.
+        agenda = self._agenda
+        return self._ticked_at if agenda is None else max(self._ticked_at, agenda.moved_at)
 
     def _leads(self) -> bool:
         return self._inner is not None and self._term is not None and self._term.remaining > 0
 
     def _take_over(self, lease: Lease) -> None:
-        assert self._slots is not None
-        self._inner = self._build(lease, self._slots)
-        self._term = lease
+        settings, (args, kwargs) = self._settings, self._arguments
+        inner = open_schedule(self._class, self.app, *args, **kwargs)
+        broker = Broker()
+        agenda = Agenda(self.app.conf, lease, self._slots, broker, rule=settings.catch_up, time=self._time)
+        inner.lead(agenda, broker, leader_key=settings.leader_key)
+        self._inner, self._agenda, self._broker, self._term = inner, agenda, broker, lease
         self._next_tick = self._next_report = 0.0
-        self._tell_what_is_missing()
-
-    def _tell_what_is_missing(self) -> None:
-        """An entry that was put where this leader does not look is the same to it as one that nobody made."""
-        if self._settings.beat_scheduler is None and self._class is beat.Scheduler and _has_django_celery_beat():
-            logger.warning(
-                'django_celery_beat is installed, and its table is not led: set syncguard_beat_scheduler = "django", or '
-                '"celery.beat:Scheduler" if beat_schedule is meant'
-            )
-        elif _is_empty(self._inner):
-            logger.warning(
-                "leading an empty schedule, so nothing is sent: %s has no entries; if they are elsewhere, name the "
-                "scheduler class that has them in syncguard_beat_scheduler",
-                qualname(self._class),
-            )
-
-    def _build(self, lease: Lease, slots: Slots) -> Any:
-        args, kwargs = self._arguments
-        try:
-            inner = sending(self._class)(self.app, *args, **kwargs)
-        except Exception as exc:
-            if not issubclass(self._class, beat.PersistentScheduler):
-                raise
-            logger.warning("the schedule file cannot be used, going on without (its state is in the database): %s", exc)
-            inner = sending(beat.Scheduler)(self.app, *args, **kwargs)
-        inner.lead(lease, slots, rule=self._settings.catch_up, leader_key=self._settings.leader_key, time=self._time)
-        return inner
+        tell_what_is_missing(inner, self._class, chosen=settings.beat_scheduler is not None)
 
     def _write_last(self) -> None:
         """What only a leader may write, at the end of its term."""
-        slots, lease, inner = self._slots, self._term, self._inner
-        if slots is None or lease is None or inner is None or lease.remaining <= 0:
-            return
-        self._attempt(inner.sync, "could not write back its schedule")
-        self._attempt(
-            lambda: slots.seen(int(lease.fence), failure=inner.failure, sent=inner.news(), ended=True),
-            "could not record the end of its term",
-        )
+        if self._leads():
+            attempt(self._inner.sync, "could not write back its schedule")
+            attempt(lambda: self._seen(ended=True), "could not record the end of its term")
+
+    def _seen(self, *, ended: bool = False) -> datetime:
+        assert self._term is not None
+        broker = self._broker
+        return self._slots.seen(int(self._term.fence), failure=broker.failure, sent=broker.news(), ended=ended)
 
     def _write_late(self) -> None:
-        """As a standby too: what was sent and could not be recorded. While leading, every statement does that first."""
+        """As a standby: record what could not be recorded. While leading, every statement does that first."""
         now = clock.now()
-        if self._slots is None or now < self._next_flush or not self._slots.unrecorded():
+        if now < self._next_flush or not self._slots.unrecorded():
             return
         self._next_flush = now + 1.0
         with contextlib.suppress(SyncGuardError):
             self._slots.flush()
 
     def _tell_late(self) -> None:
-        late = [] if self._slots is None or self._told_late else self._slots.unrecorded()
+        late = [] if self._told_late else self._slots.unrecorded()
         if late:
             self._told_late = True
             logger.warning(
@@ -333,40 +303,29 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
 
     def _retire(self) -> None:
         """Drop the schedule of a term that is over."""
-        inner, self._inner = self._inner, None
-        lease, self._term = self._term, None
-        if inner is None or lease is None:
-            return
-        if hasattr(inner, "_dirty"):
-            inner._dirty = set()  # noqa: SLF001 - django-celery-beat would write what the next leader has written since
-        self._attempt(inner.close, "could not close its schedule")
-        connection = inner.__dict__.pop("connection", None)  # Celery before 5.7 keeps it open
-        if connection is not None:
-            self._attempt(connection.release, "could not close its connection to the broker")
-        finalizer = getattr(inner, "_finalize", None)
-        if finalizer is not None:
-            finalizer.cancel()  # or every term would stay in memory until the process ends
+        inner, self._inner, self._agenda, self._term = self._inner, None, None, None
+        if inner is not None:
+            close_schedule(inner)
 
     def _report(self) -> None:
-        """Tell the database now and then that this leader lives and how it does; delete what is old."""
+        """Tell the database, every third of the ttl, that this leader lives and whether it sends; delete what is old."""
         now = clock.now()
-        if now < self._next_report or self._term is None or self._slots is None:
+        if now < self._next_report or self._term is None or self._agenda is None:
             return
         self._next_report = now + self._term.ttl / 3
-        inner, slots, term = self._inner, self._slots, int(self._term.fence)
-        if inner.hear(lambda: slots.seen(term, failure=inner.failure, sent=inner.news())):
+        if self._agenda.hear(self._seen):
             self._next_tick = 0.0
         if now >= self._next_prune:
             self._next_prune = now + _PRUNE_EVERY
             if self._slots.prune(older=_KEPT) >= PRUNED_AT_MOST:
-                self._next_prune = now  # there may be more, which would otherwise pile up: the next report goes on
+                self._next_prune = now  # there may be more: the next report goes on, so that it does not pile up
 
     def _hold_back(self, exc: SyncGuardError) -> float:
         level = logger.debug if self._complained else logger.warning
         level("leading, but cannot ask the database, so nothing is sent now: %s", exc)
         self._complained = True
         self._forget_heap()
-        return AGAIN[0]
+        return _AGAIN
 
     def _trouble(self, exc: Exception) -> float:
         self._failures += 1
@@ -378,75 +337,16 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
             exc_info=None if expected else exc,
         )
         self._forget_heap()
-        if self._failures >= _TOO_MANY_FAILURES and self._leadership is not None:
+        if self._failures >= _TOO_MANY_FAILURES and self.leadership is not None:
             self._failures = 0
             logger.error("the schedule keeps failing, leaving it to another beat")
-            self._leadership.step_down()
+            self.leadership.step_down()
         return 1.0
 
     def _forget_heap(self) -> None:
         # An entry may have been taken out of it when the exception came.
         if self._inner is not None:
             self._inner._heap = None  # noqa: SLF001 - a class of ours
-
-    def _attempt(self, action: Callable[[], object], failure: str) -> None:
-        try:
-            action()
-        except Exception as exc:  # whatever a schedule does at its end, the process goes on  # noqa: BLE001
-            logger.warning("this beat %s: %s: %s", failure, type(exc).__name__, exc)
-
-
-def scheduler_class(wanted: str | type | None, *, setting: str = "syncguard_beat_scheduler") -> type:
-    """The class of the schedule inside. `wanted`: the setting.
-
-    Raises:
-        ImproperlyConfigured: no scheduler, ours inside itself, or one that cannot be inside.
-    """
-    if wanted is None:
-        return beat.Scheduler  # type: ignore[no-any-return]
-    try:
-        found = symbol_by_name(wanted, aliases=dict(load_extension_class_names("celery.beat_schedulers")))
-    except Exception as exc:
-        raise ImproperlyConfigured(f"{setting}: cannot load {wanted!r}: {exc}") from exc
-    if not isinstance(found, type) or not issubclass(found, beat.Scheduler):
-        raise ImproperlyConfigured(f"{setting} is a subclass of celery.beat.Scheduler, got {found!r}")
-    if issubclass(found, LeaderScheduler) and setting == "syncguard_beat_scheduler":
-        raise ImproperlyConfigured(
-            "syncguard_beat_scheduler is the schedule inside the leader, it cannot be the leader"
-        )
-    if any(base.__module__.partition(".")[0] == "redbeat" for base in found.__mro__):
-        raise ImproperlyConfigured(
-            f"{setting} is {qualname(found)}, which has a lock of its own and sends entries that are Redis keys, not "
-            'slots: move them to beat_schedule or django-celery-beat, and set syncguard_beat_scheduler to "django", or '
-            'to "celery.beat:Scheduler" for beat_schedule'
-        )
-    return found
-
-
-def _inner_class(wanted: str | type | None, configured: str | type | None) -> type:
-    """The class of the schedule inside. Without a setting of ours it is the one that Celery's own setting names, which
-    `-S syncguard` on the command line passes over.
-
-    Raises:
-        ImproperlyConfigured: as `scheduler_class`.
-    """
-    if wanted is None and configured is not None:
-        found = scheduler_class(configured, setting="beat_scheduler")
-        # Celery's default means `beat_schedule`, whose state is ours to keep.
-        if found is not beat.PersistentScheduler and not issubclass(found, LeaderScheduler):
-            return found
-    return scheduler_class(wanted)
-
-
-def _has_django_celery_beat() -> bool:
-    registry = sys.modules.get("django.apps")  # not imported: not used
-    return bool(registry and registry.apps.apps_ready and registry.apps.is_installed("django_celery_beat"))
-
-
-def _is_empty(inner: Any) -> bool:
-    """Whether a schedule has no entry besides the one that Celery adds."""
-    is_empty = getattr(inner, "is_empty", None)
-    return bool(is_empty()) if is_empty is not None else not set(inner.schedule) - {"celery.backend_cleanup"}
 
 
 @beat_init.connect(weak=False)  # type: ignore[untyped-decorator]
@@ -460,8 +360,9 @@ def _take_signals(sender: Any = None, **_: Any) -> None:
 
 @beat_embedded_init.connect(weak=False)  # type: ignore[untyped-decorator]
 def _end_with_worker(sender: Any = None, **_: Any) -> None:
-    # A worker ends its beat by one signal, sent once and not waited for; one that is killed sends none.
-    if isinstance(sender.scheduler, LeaderScheduler):
-        sender.scheduler.end_by(billiard_common.TERM_SIGNAL)
+    # A worker ends its beat by one signal, sent once and not waited for; a worker that is killed sends none.
+    scheduler = sender.scheduler
+    if isinstance(scheduler, LeaderScheduler):
+        signal.signal(billiard_common.TERM_SIGNAL, scheduler._on_signal)  # noqa: SLF001
         # Noted before the fork: the worker may be gone by now. It is the only name that billiard has for it.
-        sender.scheduler.end_with(getattr(current_process(), "_parent_pid", None) or os.getppid())
+        scheduler.worker = getattr(current_process(), "_parent_pid", None) or os.getppid()

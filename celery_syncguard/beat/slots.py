@@ -1,4 +1,4 @@
-"""Slots, and the state of beat around them: what stands in the database, and what a leader asks of it.
+"""Slots, and the state of beat around them, as it stands in the database.
 
 A slot is one due occurrence of one entry, (entry, due_at), and exists once. It is claimed, then sent or dropped. The
 statement that claims it also proves that the claimer leads. The id of its task is derived from the slot, so a copy that has
@@ -14,9 +14,6 @@ import dataclasses
 import uuid
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from typing import Protocol
-
-from celery_syncguard.core.lease import Lease
 
 __all__ = [
     "PRUNED_AT_MOST",
@@ -26,7 +23,6 @@ __all__ = [
     "EntryState",
     "Slot",
     "SlotRow",
-    "Slots",
     "TermRow",
 ]
 
@@ -44,7 +40,7 @@ class Slot:
     due_at: datetime
 
     def task_id(self, leader_key: str) -> str:
-        """The id of the task that this slot is: the same, whoever sends it, however often."""
+        """The id of the task that this slot is: the same one each time it is sent, by any leader."""
         due_at = self.due_at.astimezone(timezone.utc).isoformat(timespec="microseconds")
         return str(uuid.uuid5(_NAMESPACE, f"{leader_key}\0{self.entry}\0{due_at}"))
 
@@ -59,21 +55,16 @@ class EntryRow:
     runs: int
 
     def state(self, entry: str, next_due_at: datetime | None, removed_at: datetime | None) -> EntryState:
-        """This row as anybody sees it, under its entry's name."""
-        return EntryState(
-            entry=entry,
-            schedule=self.schedule,
-            runs=self.runs,
-            last_due_at=self.last_due_at if self.runs else None,
-            # The next slot is written with a claim. What was claimed before a change says nothing about the new schedule.
-            next_due_at=next_due_at if self.last_due_at > self.since_at else None,
-            removed_at=removed_at,
-        )
+        """The same for people, with the rest of the row."""
+        last_due_at = self.last_due_at if self.runs else None
+        # The next slot is written with a claim. A claim before a change says nothing about the new schedule.
+        next_due_at = next_due_at if self.last_due_at > self.since_at else None
+        return EntryState(entry, self.schedule, self.runs, last_due_at, next_due_at, removed_at)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entered:
-    """The answer to a leader that says which entries it has. `now` is the store's clock."""
+    """What a leader that says which entries it has is told: their rows, and the store's clock."""
 
     now: datetime
     entries: Mapping[str, EntryRow]
@@ -81,7 +72,7 @@ class Entered:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claimed:
-    """`outcome` is "claimed" (send it), "taken" (it was sent or given up) or "lost" (you do not lead)."""
+    """`outcome` is "claimed" (send it), "taken" (it was sent or dropped) or "lost" (this process does not lead)."""
 
     outcome: str
     now: datetime
@@ -89,7 +80,7 @@ class Claimed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotRow:
-    """A slot as anybody sees it. `late`: seconds from due to sent, None if it was not sent."""
+    """A slot for people. `late`: seconds from due to sent, None if it was not sent."""
 
     entry: str
     due_at: datetime
@@ -103,11 +94,15 @@ class SlotRow:
     def late(self) -> float | None:
         return None if self.sent_at is None else (self.sent_at - self.due_at).total_seconds()
 
+    @property
+    def unsent(self) -> bool:
+        return self.sent_at is None and self.dropped_at is None
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EntryState:
-    """An entry as anybody sees it. `last_due_at`: its latest claimed slot, None before the first one. `next_due_at`: the
-    slot after that; None if it has none, or if its schedule has been changed since. `removed_at`: it left the schedule.
+    """An entry for people. `last_due_at`: its latest claimed slot, None before the first one. `next_due_at`: the slot
+    after that; None if it has none, or if its schedule has been changed since. `removed_at`: it left the schedule.
     """
 
     entry: str
@@ -120,7 +115,7 @@ class EntryState:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TermRow:
-    """One term as anybody sees it. `now` is the store's clock."""
+    """One term. `now` is the store's clock."""
 
     term: int
     holder: str
@@ -132,50 +127,3 @@ class TermRow:
     failing_since: datetime | None
     failure: str | None
     now: datetime
-
-
-class Slots(Protocol):
-    """The state of one leader key."""
-
-    def enter(self, lease: Lease, schedules: Mapping[str, str], *, now: datetime | None = None) -> Entered | None:
-        """Say which entries (name -> text of its schedule) there are. `now`: the time by which the leader goes, if it
-        knows one. None: the lease is not the leader's.
-        """
-
-    def turn_back(self, lease: Lease, *, now: datetime) -> bool:
-        """The clock was ahead: entries that are ahead of `now` go back to where they were then, and what was sent stays
-        sent. False: the lease is not the leader's.
-        """
-
-    def claim(self, lease: Lease, slot: Slot, *, schedule: str, next_due_at: datetime | None) -> Claimed:
-        """Claim a slot for sending, if it is not sent and the lease still leads."""
-
-    def unsent(self) -> list[Slot]:
-        """What was claimed and never sent, oldest first."""
-
-    def sent(self, slot: Slot, *, term: int) -> None:
-        """The broker has it. Remembered until the store has heard of it."""
-
-    def drop(self, slot: Slot, *, term: int) -> None:
-        """It is not to be sent any more."""
-
-    def flush(self) -> None:
-        """Tell the store what it has not heard of yet. Raises StoreUnavailable."""
-
-    def unrecorded(self) -> list[Slot]:
-        """Of which slots the store has not heard yet what became of them."""
-
-    def seen(self, term: int, *, failure: str | None, sent: bool, ended: bool = False) -> datetime:
-        """A sign of life of the leader. Answers with the store's clock."""
-
-    def recent(self, *, entry: str | None = None, limit: int = 20) -> list[SlotRow]:
-        """The latest slots, newest first."""
-
-    def entries(self) -> list[EntryState]:
-        """Where every entry stands, by name."""
-
-    def terms(self, *, limit: int = 1) -> list[TermRow]:
-        """The latest terms, newest first."""
-
-    def prune(self, *, older: float) -> int:
-        """Delete what has been over for so many seconds. How many slots went."""

@@ -1,16 +1,16 @@
-"""The time by which slots are due: the database's clock, carried on by the local one that nobody sets.
+"""The time by which slots are due: the database's clock, carried on by the local monotonic one.
 
-A reading of the database's clock that lies where it is expected is taken over, so drift does not add up. One that does not
-is a jump: somebody set that clock, another server answers now, or this machine stood still. It is told at once, and is not
-followed as long as it may be over in a moment:
+A reading of the database's clock that lies where it is expected is taken over, so drift does not add up. Another one is a
+jump: the clock was set, another server answers now, or this machine stood still. It is logged at once, and not followed as
+long as it may be over in a moment:
 
   * this machine's wall clock agrees with the reading: the term began on a wrong clock. It is followed at once;
   * the reading is behind, and the wall clock agrees with the time that was carried on: the database is behind. It is not
     followed as long as that is so;
-  * otherwise it is followed after a minute. Of a reading that is ahead, the wall clock tells nothing: this machine may have
+  * otherwise it is followed after a minute. The wall clock says nothing about a reading that is ahead: this machine may have
     been halted, and its own clocks with it.
 
-Not here: what becomes of slots when time goes back (`sending`), and deadlines of leases, which do not depend on this.
+Not here: what becomes of slots when time goes back (`agenda`), and deadlines of leases, which do not depend on this.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["JUMP", "Timekeeper"]
 JUMP = timedelta(seconds=5)
 #: Seconds for which a jump is not followed.
 _LASTS = 60.0
-#: A reading that took longer than so many seconds says little.
+#: A reading that took longer than this many seconds says little.
 _SLOW = 1.0
 #: Seconds for which time is carried on without a reading, from one term to the next.
 _FRESH = 3600.0
@@ -60,7 +60,7 @@ class Timekeeper:
         self._take(reading, asked_at)
         if newest is not None and newest > reading + JUMP:
             if newest - JUMP <= wall <= newest + _CLOSE:
-                # Earlier readings and this machine against one.
+                # Earlier readings and this machine agree, against one reading.
                 self._there, self._away_since = wall, self._here
                 logger.warning(
                     "the database's clock is %.0f s behind the latest slot; slots go by this host's clock, until it is right",
@@ -83,7 +83,7 @@ class Timekeeper:
         here, carried = clock.now(), self.now()
         away = reading - carried
         if away < timedelta():
-            # It was taken at any time since then.
+            # The reading may have been taken at any time since it was asked for.
             away = min(timedelta(), away + timedelta(seconds=here - asked_at))
         if abs(away) <= JUMP + timedelta(seconds=self._doubt):
             if here - asked_at <= max(_SLOW, self._doubt):

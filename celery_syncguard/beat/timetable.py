@@ -1,18 +1,18 @@
 """When an entry of a schedule is due: instants in UTC that every beat computes alike.
 
-Celery's schedules answer "is it due, seen from when it last ran, by this machine's clock". A slot needs more: its very
-instant, the same on every machine, however late it is noticed. So:
+Celery's schedules say whether they are due by this machine's clock, seen from their last run. A slot needs its exact instant,
+the same one on every machine, however late it is noticed:
 
   * an interval is a grid: last slot + n * interval, in elapsed seconds, whatever a wall clock does;
-  * a crontab is a wall time in its zone. On the night when the clock is set forward, a time that does not exist is due
-    at the instant at which it would have come without the change (02:30 of the missing hour is 03:30 of the new time).
-    When it is set back, a time that comes twice is due the first time only; but an entry for every hour (`hour="*"`)
-    follows real time and is due in both passes;
-  * a solar event is found by iteration, which ends some hundredths of a second apart for different beginnings. So it is
-    computed from a beginning that depends on the event alone, and rounded up to a whole second;
-  * any other schedule (relative, clocked, a class of yours) is asked through its `remaining_estimate`.
+  * a crontab is a wall time in its zone. When the clock is set forward, a time that does not exist is due at the instant at
+    which it would have come without the change (02:30 of the missing hour is 03:30 of the new time). When it is set back,
+    a time that comes twice is due the first time only; but an entry for every hour (`hour="*"`) follows real time and is
+    due in both passes;
+  * a solar event is found by iteration, which ends some hundredths of a second apart for different beginnings. So the
+    beginning depends on the event alone, and the result is rounded up to a whole second;
+  * any other schedule (relative, clocked, a class of a user's) is asked through its `remaining_estimate`.
 
-Not here: state (`slots`), and what to do about slots that were missed (`beat` asks `choose`).
+Not here: the state of an entry (`agenda`, `slots`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 from celery.schedules import BaseSchedule, crontab, schedule, solar
 from celery.utils.time import LocalTimezone
 
-__all__ = ["LATE", "MAX_MISSED", "choose", "describe", "due_between", "grid_start", "next_due"]
+__all__ = ["LATE", "MAX_MISSED", "altered", "choose", "describe", "due_between", "grid_start", "next_due", "once_only"]
 
 #: The most slots of one entry that are caught up under "all".
 MAX_MISSED = 64
@@ -59,8 +59,8 @@ def describe(plan: Any) -> str:
 
 
 def choose(candidates: Sequence[datetime], *, now: datetime, rule: str) -> list[datetime]:
-    """Which of these slots, all due and in order, are to be sent: the last one, unless it is late and missed slots are
-    to be skipped; and under "all" the ones before it.
+    """Which of these slots, all due and in order, are to be sent: the last one, unless it is late and the rule is "skip";
+    under "all" the ones before it too.
     """
     if rule == "all":
         return list(candidates[-MAX_MISSED:])
@@ -86,8 +86,8 @@ def due_between(plan: Any, *, after: datetime, now: datetime) -> tuple[list[date
     """The slots later than `after` and not later than `now`, in order: the latest `MAX_MISSED` of them. And whether there
     were more.
 
-    A look takes bounded time, whatever lies in between. Of a schedule that is asked for one slot after the other and that
-    missed more than 100 of them, it may find fewer than `MAX_MISSED`; it always finds the latest.
+    It takes bounded time, however many lie in between. Of a schedule that only tells its next slot and that missed more than
+    100, it may find fewer than `MAX_MISSED`; it always finds the latest.
     """
     if _is_interval(plan):
         every = _every(plan)
@@ -101,7 +101,7 @@ def due_between(plan: Any, *, after: datetime, now: datetime) -> tuple[list[date
 
 
 def grid_start(plan: Any, *, last_due_at: datetime, since_at: datetime) -> datetime:
-    """The instant to count slots from, such that none up to `since_at` is among them and an interval keeps its grid."""
+    """The instant to count slots from: none up to `since_at` is among them, and an interval keeps its grid."""
     if since_at <= last_due_at:
         return last_due_at
     if _is_interval(plan):
@@ -114,6 +114,13 @@ def once_only(plan: Any) -> datetime | None:
     """The instant of a schedule that has only one, as django-celery-beat's clocked schedule does."""
     instant = getattr(plan, "clocked_time", None)
     return instant.astimezone(timezone.utc) if isinstance(instant, datetime) else None
+
+
+def altered(plan: Any, **attributes: Any) -> Any:
+    """A copy of a schedule with other attributes. Made without its constructor, which may be any."""
+    twin = object.__new__(type(plan))
+    twin.__dict__.update(plan.__dict__, **attributes)
+    return twin
 
 
 def _walk(plan: Any, after: datetime, now: datetime) -> tuple[list[datetime], bool]:
@@ -129,8 +136,8 @@ def _walk(plan: Any, after: datetime, now: datetime) -> tuple[list[datetime], bo
 
 
 def _walk_back(plan: Any, after: datetime, now: datetime) -> tuple[list[datetime], bool]:
-    """As `due_between`, for a schedule that only tells its next slot: from `after` on, or after a long gap from a later
-    instant, such that a look has a bound.
+    """As `due_between`, for a schedule that only tells its next slot: from `after` on; after a long gap from a later instant,
+    so that it takes bounded time.
     """
     early, arrived = _walk(plan, after, now)
     if arrived:
@@ -149,7 +156,7 @@ def _walk_back(plan: Any, after: datetime, now: datetime) -> tuple[list[datetime
 
 
 def _latest(plan: Any, slot: datetime, now: datetime) -> list[datetime]:
-    """The slots of the last second that has any, from that slot on: of a schedule that is dense at times only."""
+    """The slots of the last second that has any, from that slot on: of a schedule whose slots lie close at times only."""
     end = now
     while end - slot > _SECOND:
         middle = slot + (end - slot) / 2
@@ -185,11 +192,8 @@ def _is_crontab(plan: Any) -> bool:
 
 def _ask(plan: BaseSchedule, after: datetime) -> datetime:
     now = datetime.now(timezone.utc)
-    # A copy that believes it is exactly `now`: the estimate is a difference to that.
-    probe = object.__new__(type(plan))
-    probe.__dict__.update(plan.__dict__)
-    probe.nowfun = lambda: now
-    left: timedelta = probe.remaining_estimate(after)
+    # It is to believe that it is exactly `now`: the estimate is a difference to that.
+    left: timedelta = altered(plan, nowfun=lambda: now).remaining_estimate(after)
     return (now + left).astimezone(timezone.utc)
 
 
@@ -200,27 +204,27 @@ def _is_solar(plan: Any) -> bool:
 def _next_of_sun(plan: solar, after: datetime) -> datetime | None:
     due = _event(plan, after)
     if due <= after:
-        # The one that `after` is already; it was found once more, by a hair.
+        # `after` is that event itself, which was found once more.
         due = _event(plan, after + _HOUR)
     return due if due > after else None
 
 
 def _event(plan: solar, after: datetime) -> datetime:
-    """The event after that instant, the same one however near the beginning is."""
+    """The event after that instant: the same one from every beginning."""
     beginning = _ask(plan, after) - _BEFORE_EVENT
     exact = _ask(plan, beginning.replace(minute=0, second=0, microsecond=0))
     whole = exact.replace(microsecond=0)
     return whole if whole == exact else whole + timedelta(seconds=1)
 
 
-# A crontab. As long as its zone keeps its offset, a wall time and its instant are the same distance apart. So the time is
-# cut where the clock changes, and in each stretch only the crontab's fields are left. Wall times are naive here.
+# A crontab. Between two changes of the clock, a wall time and its instant are the same distance apart. So the time is cut
+# where the clock changes, and in each stretch only the crontab's fields count. Wall times are naive here.
 
 
 def _next_of_crontab(plan: crontab, after: datetime) -> datetime | None:
     start = after.astimezone(timezone.utc) + _TICK
     while True:
-        # An offset is less than a day: days before this one are over, and this one's slots are not earlier than that.
+        # An offset is less than a day: days before this one are over, and no slot of this one is earlier than that.
         day = _matching_day(plan, (start - _DAY).date())
         if day is None:
             return None
@@ -246,12 +250,10 @@ def _crontab_backwards(plan: crontab, after: datetime, now: datetime) -> Iterato
 
 
 def _crontab_within(plan: crontab, start: datetime, end: datetime, *, backwards: bool = False) -> Iterator[datetime]:
-    """The slots from `start` to before `end`, which are a day apart at most; in order, or the latest first."""
+    """The slots from `start` to before `end`, at most a day later; in order, or the latest first."""
     stretches = _stretches(plan.tz, start, end, second_pass=len(plan.hour) == 24)
     slots = [
-        _instants(_walls(plan, first + offset, last + offset, backwards=backwards), offset)
-        for first, last, offset in stretches
-        if first < last
+        _instants(plan, first, last, offset, backwards=backwards) for first, last, offset in stretches if first < last
     ]
     seen: datetime | None = None
     for slot in heapq.merge(*slots, reverse=backwards):
@@ -263,7 +265,7 @@ def _crontab_within(plan: crontab, start: datetime, end: datetime, *, backwards:
 def _stretches(
     zone: tzinfo, start: datetime, end: datetime, *, second_pass: bool
 ) -> Iterator[tuple[datetime, datetime, timedelta]]:
-    """Stretches (first instant, end, offset) of which every wall time counts. No zone changes its clock by more than a
+    """Stretches (first instant, end, offset) in which every wall time counts. No zone changes its clock by more than a
     day, or twice in a day.
     """
     since, offset = start - _DAY, _offset(start - _DAY, zone)
@@ -275,7 +277,7 @@ def _stretches(
         yield max(since, start), min(change, end), before
         since = change
         if before < offset:
-            # Of the wall times that do not exist: where they would have come without the change.
+            # The wall times that do not exist, where they would have come without the change.
             yield max(change, start), min(change + (offset - before), end), before
         elif not second_pass:
             since = change + (before - offset)
@@ -295,9 +297,11 @@ def _change(before: datetime, after: datetime, zone: tzinfo) -> datetime:
     return since + timedelta(seconds=high)
 
 
-def _walls(plan: crontab, start: datetime, end: datetime, *, backwards: bool) -> Iterator[datetime]:
-    """The wall times that match, from `start` to before `end`."""
-    start, end = start.replace(tzinfo=None), end.replace(tzinfo=None)
+def _instants(
+    plan: crontab, start: datetime, end: datetime, offset: timedelta, *, backwards: bool
+) -> Iterator[datetime]:
+    """The slots from `start` to before `end`, where the zone has that offset."""
+    start, end = (start + offset).replace(tzinfo=None), (end + offset).replace(tzinfo=None)
     days = [start.date() + timedelta(days=number) for number in range((end.date() - start.date()).days + 1)]
     hours, minutes = sorted(plan.hour, reverse=backwards), sorted(plan.minute, reverse=backwards)
     for day in reversed(days) if backwards else days:
@@ -310,12 +314,7 @@ def _walls(plan: crontab, start: datetime, end: datetime, *, backwards: bool) ->
             for minute in minutes:
                 wall = whole.replace(minute=minute)
                 if start <= wall < end:
-                    yield wall
-
-
-def _instants(walls: Iterator[datetime], offset: timedelta) -> Iterator[datetime]:
-    for wall in walls:
-        yield (wall - offset).replace(tzinfo=timezone.utc)
+                    yield (wall - offset).replace(tzinfo=timezone.utc)
 
 
 def _matches(plan: crontab, day: date) -> bool:
@@ -346,6 +345,6 @@ def _midnight(day: date) -> datetime:
 
 
 def _offset(instant: datetime, zone: tzinfo) -> timedelta:
-    # Celery's own zone for "the system's" is an hour off around a change.
+    # Celery's own class for the system's zone is an hour off around a change.
     there = instant.astimezone(None if isinstance(zone, LocalTimezone) else zone)
     return there.utcoffset() or timedelta()

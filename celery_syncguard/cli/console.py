@@ -1,10 +1,10 @@
-"""What the commands share: where they are to look, how they print, and how an error ends.
+"""What the commands share: which database they ask, how they print, and how an error ends.
 
-A command asks its `Target` for settings, for a guard or for a connection, and prints a `table` for people or `as_json`
-for programs. Errors of this library and of the database end as one line on stderr and exit code 1, never as a traceback.
+A command asks its `Target` for settings, a guard or a connection, and prints a `table` for people or `as_json` for
+programs. An error of this library or of the database ends as one line on stderr and exit code 1, without a traceback.
 
-Loaded by every `celery` command through its entry point, so nothing here imports a driver before it is needed. Not
-here: the commands themselves (`cli`, `beat_cli`).
+Every `celery` command loads this through its entry point, so a driver is imported only where it is needed. Not here: the
+commands (`commands`, `beat`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import dataclasses
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -27,27 +27,15 @@ if TYPE_CHECKING:
     from celery_syncguard.guard import SyncGuard
     from celery_syncguard.postgres.connection import Connection
 
-__all__ = [
-    "Commands",
-    "Target",
-    "as_json",
-    "duration",
-    "fail",
-    "json_option",
-    "printable",
-    "seconds_of",
-    "table",
-    "target",
-]
-
-F = TypeVar("F", bound=Callable[..., Any])
-
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _META = "celery_syncguard.target"
 
+#: `--json` as every command has it.
+json_option = click.option("--json", "json_wanted", is_flag=True, help="Print JSON with stable keys, for programs.")
+
 
 class Commands(click.Group):
-    """A group whose commands end with one line when the database, the configuration or a key is at fault."""
+    """A group whose commands end with one line on an error of the database, the configuration or a key."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -58,17 +46,16 @@ class Commands(click.Group):
 
 def fail(problem: object) -> NoReturn:
     """End the command with one line on stderr and exit code 1."""
-    raise click.ClickException(" ".join(str(problem).split())) from (
-        problem if isinstance(problem, BaseException) else None
-    )
+    cause = problem if isinstance(problem, BaseException) else None
+    raise click.ClickException(" ".join(str(problem).split())) from cause
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """Which database a command is about. `dsn` and `schema` win over the settings of `app`.
+    """Which database a command is for. `dsn` and `schema` override the settings of `app`.
 
-    `app` is a Celery application, the name of one that is loaded when it is needed, or None; `app_named` tells whether the
-    user asked for it, or whether it is only Celery's default.
+    `app` is a Celery application, the name of one (loaded when needed), or None; `app_named` is true if the user named it,
+    false if it is only Celery's default.
     """
 
     app: Any = None
@@ -77,11 +64,7 @@ class Target:
     app_named: bool = False
 
     def settings(self) -> Settings:
-        """The settings to work with, checked.
-
-        Raises:
-            ImproperlyConfigured: they cannot be meant. Nothing was connected to.
-        """
+        """The checked settings. Raises `ImproperlyConfigured`; connects to nothing."""
         from celery_syncguard.core.config import Settings
 
         chosen = {"syncguard_dsn": self.dsn, "syncguard_schema": self.schema}
@@ -90,30 +73,25 @@ class Target:
         from celery_syncguard.tasks.app_state import settings_for
 
         settings = settings_for(load_app(self.app))
-        return dataclasses.replace(
-            settings, dsn=self.dsn or settings.dsn, schema=self.schema if self.schema is not None else settings.schema
-        )
+        schema = settings.schema if self.schema is None else self.schema
+        return dataclasses.replace(settings, dsn=self.dsn or settings.dsn, schema=schema)
 
     def database(self) -> Settings:
-        """The settings, if they lead to a database that other processes can see too.
-
-        Raises:
-            ImproperlyConfigured: no dsn, or the memory store's.
-        """
+        """The settings, if they lead to a database. Raises `ImproperlyConfigured` for no dsn, or the memory store's."""
         from celery_syncguard.postgres.connection import connection_parameters
 
         settings = self.settings()
         if settings.in_memory:
-            raise ImproperlyConfigured("memory:// lives inside each process: there is no database to look at")
+            raise ImproperlyConfigured("memory:// lives inside each process: name a database with --dsn")
         connection_parameters(settings.dsn, timeout=settings.timeout)
         return settings
 
     @contextmanager
     def guard(self) -> Iterator[SyncGuard]:
-        """The front door, closed afterwards."""
+        """A guard, closed afterwards."""
         from celery_syncguard.guard import SyncGuard
 
-        # The driver's pool tells each attempt. A command says it once, at its end.
+        # The driver's pool logs each attempt. A command says it once, at its end.
         logging.getLogger("psycopg").addHandler(logging.NullHandler())
         guard = SyncGuard(settings=self.database())
         try:
@@ -123,7 +101,7 @@ class Target:
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:
-        """A connection in autocommit. Errors of the database become this library's."""
+        """A connection in autocommit. Errors of the driver become this library's."""
         from celery_syncguard.postgres.connection import Connection, connection_parameters
 
         settings = self.database()
@@ -140,7 +118,7 @@ def database_errors(settings: Settings) -> Iterator[None]:
     """Turn the driver's errors into this library's."""
     import psycopg
 
-    from celery_syncguard.postgres.store import fact
+    from celery_syncguard.postgres.facts import fact
 
     try:
         yield
@@ -148,23 +126,16 @@ def database_errors(settings: Settings) -> Iterator[None]:
         raise fact(exc, dsn=settings.dsn, schema=settings.schema) from exc
 
 
-def target(ctx: click.Context) -> Target:
-    """The target that the group's options named."""
+def target(ctx: click.Context, chosen: Target | None = None) -> Target:
+    """The target that the group's options named; a group sets it before its command runs."""
+    if chosen is not None:
+        ctx.meta[_META] = chosen
     found = ctx.meta.get(_META)
     return found if isinstance(found, Target) else Target()
 
 
-def set_target(ctx: click.Context, chosen: Target) -> None:
-    """Called by a group, before its command runs."""
-    ctx.meta[_META] = chosen
-
-
 def load_app(app: Any) -> Any:
-    """The Celery application with this name, found as `celery -A` finds it; an application is returned as it is.
-
-    Raises:
-        ImproperlyConfigured: it cannot be loaded.
-    """
+    """The Celery application of this name, found as `celery -A` finds it, or `ImproperlyConfigured`; or the one given."""
     if not isinstance(app, str):
         return app
     from celery.app.utils import find_app
@@ -175,26 +146,13 @@ def load_app(app: Any) -> Any:
         raise ImproperlyConfigured(f"cannot load the application {app!r}: {type(exc).__name__}: {exc}") from exc
 
 
-def json_option(command: F) -> F:
-    """`--json` as every command has it."""
-    return click.option("--json", "json_wanted", is_flag=True, help="Print JSON with stable keys, for programs.")(
-        command
-    )
-
-
 def as_json(value: Any) -> None:
     """Print a value for programs: seconds as numbers, instants in ISO 8601."""
-    click.echo(json.dumps(value, indent=2, default=_instant))
-
-
-def _instant(value: Any) -> str:
-    if isinstance(value, datetime):
-        return value.isoformat()
-    raise TypeError(f"{type(value).__name__} has no JSON form here")
+    click.echo(json.dumps(value, indent=2, default=datetime.isoformat))
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows for people, aligned, nothing cut off."""
+    """Print rows for people, aligned; nothing is cut off."""
     lines = [list(headings), *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
     for line in lines:
@@ -202,31 +160,25 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 
 def printable(value: object) -> str:
-    """Text that cannot move the cursor or break a line, whatever a key or a holder contains."""
+    """Text that cannot move the cursor or break a line, whatever a key or a holder contains. None becomes `-`."""
     return "-" if value is None else one_line(str(value))
 
 
 def duration(seconds: float) -> str:
     """Seconds for people: `12.3 s`, `4 min 05 s`, `3 h 07 min`, `2 d 04 h`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
     minutes, rest = divmod(int(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02} s"
     hours, minutes = divmod(minutes, 60)
-    if hours < 24:
-        return f"{hours} h {minutes:02} min"
     days, hours = divmod(hours, 24)
-    return f"{days} d {hours:02} h"
+    if days:
+        return f"{days} d {hours:02} h"
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
 
 
 def seconds_of(text: str) -> float:
-    """`30s`, `15m`, `12h` or `7d` in seconds.
-
-    Raises:
-        click.BadParameter: no number with one of these units.
-    """
+    """`30s`, `15m`, `12h` or `7d` in seconds, or `click.BadParameter`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", text.strip())
     if match is None:
-        raise click.BadParameter(f"{text!r} is no time with a unit: 30s, 15m, 12h or 7d")
+        raise click.BadParameter(f"expected a duration such as 30s, 15m, 12h or 7d, got {text!r}")
     return float(match[1]) * _UNITS[match[2]]

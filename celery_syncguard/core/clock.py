@@ -1,8 +1,8 @@
-"""The only door to local time.
+"""The only place that reads local time.
 
-Deadlines need a clock that never goes back, that does not care for NTP, and that counts the time that a laptop or a
-virtual machine was suspended. CLOCK_BOOTTIME is that clock on Linux; macOS's CLOCK_MONOTONIC_RAW and the plain monotonic
-clock elsewhere are the nearest. The database's clock is not here: it stays in the database.
+Deadlines need a clock that never goes back, that NTP does not set, and that counts the time for which a laptop or a virtual
+machine was suspended. On Linux that is CLOCK_BOOTTIME; elsewhere the monotonic clock is the nearest. The database's clock is
+read only in the database.
 """
 
 from __future__ import annotations
@@ -13,17 +13,10 @@ __all__ = ["now", "wall_ms"]
 
 _CLOCK_ID: int = getattr(time, "CLOCK_BOOTTIME", -1)
 
-if _CLOCK_ID < 0:  # pragma: no cover - not Linux
 
-    def now() -> float:
-        """Seconds on the local deadline clock; only differences mean anything."""
-        return time.monotonic()
-
-else:
-
-    def now() -> float:
-        """Seconds on the local deadline clock; only differences mean anything."""
-        return time.clock_gettime(_CLOCK_ID)
+def now() -> float:
+    """Seconds on the local deadline clock; only differences mean anything."""
+    return time.clock_gettime(_CLOCK_ID) if _CLOCK_ID >= 0 else time.monotonic()
 
 
 def wall_ms() -> int:

@@ -1,4 +1,4 @@
-"""Settings: Celery configuration names, defaults, and the checks of each value and of the values against each other.
+"""Settings: Celery configuration names, defaults, and the check of each value.
 
 Not here: options of one task (`options`).
 """
@@ -52,7 +52,7 @@ class Settings:
             namespace: of `app.config_from_object(…, namespace=…)`: keys may begin with it, as in CELERY_SYNCGUARD_DSN.
 
         Raises:
-            ImproperlyConfigured: an unknown `syncguard_*` name (with a suggestion), or a value that cannot be meant.
+            ImproperlyConfigured: an unknown `syncguard_*` name (with a suggestion), or an invalid value.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         values: dict[str, Any] = {}
@@ -78,20 +78,18 @@ class Settings:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)  # frozen, set once here
 
+        def require(name: str, what: str, *, valid: bool) -> None:
+            if not valid:
+                raise ImproperlyConfigured(f"syncguard_{name} is {what}, got {getattr(given, name)!r}")
+
         if not isinstance(given.dsn, str):
             raise ImproperlyConfigured(f"syncguard_dsn is a connection string, got {type(given.dsn).__name__}")
         check_dsn(given.dsn)
-        if given.schema is not None and (not isinstance(given.schema, str) or not given.schema or "\0" in given.schema):
-            raise ImproperlyConfigured(f"syncguard_schema is the name of a schema, got {given.schema!r}")
-        if (
-            isinstance(given.pool_size, bool)
-            or not isinstance(given.pool_size, int)
-            or not 2 <= given.pool_size <= 1000
-        ):
-            raise ImproperlyConfigured(
-                f"syncguard_pool_size is a number of connections per process from 2 (one to work, one to renew) to "
-                f"1000, got {given.pool_size!r}"
-            )
+        schema, size = given.schema, given.pool_size
+        named = schema is None or (isinstance(schema, str) and schema != "" and "\0" not in schema)
+        require("schema", "the name of a schema", valid=named)
+        counted = isinstance(size, int) and not isinstance(size, bool) and 2 <= size <= 1000
+        require("pool_size", "a number of connections from 2 (one works, one renews) to 1000", valid=counted)
         put("timeout", seconds(given.timeout, what="syncguard_timeout", minimum=0.1, maximum=300.0))
         put("lock_ttl", ttl_seconds(given.lock_ttl, what="syncguard_lock_ttl"))
         put("leader_ttl", seconds(given.leader_ttl, what="syncguard_leader_ttl", minimum=3.0, maximum=3600.0))
@@ -99,16 +97,10 @@ class Settings:
             put("leader_key", normalize_key(given.leader_key, what="syncguard_leader_key"))
         except InvalidKey as exc:
             raise ImproperlyConfigured(str(exc)) from exc
-        if given.catch_up not in CATCH_UP:
-            raise ImproperlyConfigured(
-                f"syncguard_catch_up is one of {', '.join(map(repr, CATCH_UP))}, got {given.catch_up!r}"
-            )
-        if not isinstance(given.hlc, bool):
-            raise ImproperlyConfigured(f"syncguard_hlc is True or False, got {given.hlc!r}")
-        if given.beat_scheduler is not None and not isinstance(given.beat_scheduler, (str, type)):
-            raise ImproperlyConfigured(
-                f"syncguard_beat_scheduler is a scheduler class or its dotted name, got {given.beat_scheduler!r}"
-            )
+        require("catch_up", f"one of {', '.join(map(repr, CATCH_UP))}", valid=given.catch_up in CATCH_UP)
+        require("hlc", "True or False", valid=isinstance(given.hlc, bool))
+        scheduler = given.beat_scheduler is None or isinstance(given.beat_scheduler, (str, type))
+        require("beat_scheduler", "a scheduler class or its dotted name", valid=scheduler)
 
     @property
     def in_memory(self) -> bool:

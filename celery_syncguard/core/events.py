@@ -1,7 +1,7 @@
-"""What happens to leases, told to whoever listens, and the one logger.
+"""What happens to leases, told to listeners, and the one logger.
 
-This is not Celery's signals: those are in `signals` and are fed from here. A listener must be quick and must not raise;
-if it does, the error is logged and the lease is not affected.
+Celery's signals are in `signals` and are sent by listeners here. A listener must be quick and must not raise; if it does,
+the error is logged and the lease is not affected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger("celery_syncguard")
 
 
 def _escape(record: logging.LogRecord) -> bool:
-    """Make the message one line: it may quote a task id or a holder's name that somebody wrote to forge one."""
+    """Make the message one line: it may quote a task id or a holder's name that was written to forge a line."""
     try:
         message = record.getMessage()
     except Exception:  # noqa: BLE001 - the handler reports it, as for any record

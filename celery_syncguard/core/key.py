@@ -1,4 +1,4 @@
-"""Keys, lock ids and fences: what may name a lock and how a lease is told from another.
+"""Keys, lock ids and fences: what may name a lock, and what identifies a lease.
 
 Sources: kriasoft/syncguard's rules for keys (NFC, then 1 to 512 UTF-8 bytes), lock ids (16 random bytes, base64url
 without padding) and fences (15 digits), so that its TypeScript client and this library agree on every row.
@@ -13,17 +13,6 @@ import unicodedata
 from typing import Any
 
 from celery_syncguard.errors import InvalidKey
-
-__all__ = [
-    "MAX_KEY_BYTES",
-    "RESERVED_PREFIX",
-    "Fence",
-    "new_lock_id",
-    "normalize_key",
-    "public_key",
-    "shortened",
-    "task_key",
-]
 
 MAX_KEY_BYTES = 512
 RESERVED_PREFIX = "__syncguard_"
@@ -45,7 +34,7 @@ class Fence(int):
 
 
 def new_lock_id() -> str:
-    """22 base64url characters that nobody can guess: the proof that a lease is ours."""
+    """22 base64url characters that cannot be guessed: the proof that a lease is ours."""
     return base64.urlsafe_b64encode(os.urandom(16)).decode("ascii")[:22]
 
 
@@ -58,20 +47,16 @@ def normalize_key(key: Any, *, what: str = "key") -> str:
     if not isinstance(key, str):
         raise InvalidKey(f"a {what} is text, got {type(key).__name__}: {key!r:.80}", key=key)
     # Exactly text: drivers write the *name* of an enum that is also text, and its str() differs between Pythons.
-    text = str.__str__(key)
-    if text.isascii():
-        size = len(text)
-    else:
-        text = unicodedata.normalize("NFC", text)
-        try:
-            size = len(text.encode("utf-8"))
-        except UnicodeEncodeError as exc:
-            raise InvalidKey(f"a {what} cannot contain a lone surrogate: {text!r:.80}", key=key) from exc
+    text = unicodedata.normalize("NFC", str.__str__(key))
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as exc:
+        raise InvalidKey(f"a {what} cannot contain a lone surrogate: {text!r:.80}", key=key) from exc
     if not size:
         raise InvalidKey(f"a {what} cannot be empty", key=key)
     if size > MAX_KEY_BYTES:
         raise InvalidKey(
-            f"a {what} has at most {MAX_KEY_BYTES} UTF-8 bytes, this one has {size}: {text!r:.80}…", key=key
+            f"a {what} has at most {MAX_KEY_BYTES} UTF-8 bytes, this one has {size}: {text!r:.80}", key=key
         )
     if "\0" in text:
         raise InvalidKey(f"a {what} cannot contain NUL: {text!r:.80}", key=key)
@@ -79,11 +64,7 @@ def normalize_key(key: Any, *, what: str = "key") -> str:
 
 
 def public_key(key: Any, *, what: str = "key") -> str:
-    """`normalize_key`, and refuse the names that the library keeps for itself.
-
-    Raises:
-        InvalidKey: as `normalize_key`, or the key starts with `__syncguard_`.
-    """
+    """`normalize_key`, which refuses with `InvalidKey` also the keys that start with `__syncguard_`, the library's own."""
     text = normalize_key(key, what=what)
     if text.startswith(RESERVED_PREFIX):
         raise InvalidKey(f"{what}s that start with {RESERVED_PREFIX!r} are reserved: {text!r:.80}", key=key)
@@ -93,7 +74,7 @@ def public_key(key: Any, *, what: str = "key") -> str:
 def shortened(key: str) -> str:
     """The same text if it has at most 512 bytes; else its beginning, `#` and 32 digits of a hash of all of it.
 
-    Text that PostgreSQL cannot store comes back as it is, for `normalize_key` to refuse.
+    Text that PostgreSQL cannot store is returned as it is, and `normalize_key` refuses it.
     """
     if len(key) <= MAX_KEY_BYTES // 4:
         return key
@@ -109,9 +90,5 @@ def shortened(key: str) -> str:
 
 
 def task_key(key: Any, *, what: str = "key") -> str:
-    """`public_key` of text that arguments of a task have made, of any length.
-
-    Raises:
-        InvalidKey: as `public_key`, but for its length.
-    """
+    """`public_key` of a text of any length, made from a task's arguments."""
     return public_key(shortened(key) if isinstance(key, str) else key, what=what)

@@ -1,4 +1,4 @@
-"""Leadership: of many processes that could do something, one does. For beat, and for any program of its own.
+"""Leadership: of many processes that could do something, one does. For beat, and for any program.
 
                  acquired                     released by us
        standby ------------> leading ------------------------> standby or stopped
@@ -6,17 +6,17 @@
           +---------------------+
              lost: deadline passed, or the row is gone
 
-There is no second mechanism: leadership is a lease on a reserved key. Its fence is the number of the *term*, higher than
-every earlier term; its deadline is what `leading` looks at, so a process that was frozen knows that it lost its term
-before it does anything else; the renewer keeps it, whatever the program is busy with.
+Leadership is a lease on a reserved key, and nothing else. Its fence is the number of the *term*, higher than every earlier
+term. `leading` looks at its deadline, so a process that was frozen knows that it lost its term before it does anything else.
+The renewer keeps it, whatever the program is busy with.
 
   * A standby hears of a release at once; otherwise it looks again when the lease that it was told of ends, and at least
-    once a second, with jitter. It writes nothing but that it waits.
-  * A term ends once. Whatever comes after is another term with a higher number.
-  * Who lost its term, or stepped down, lets the others go first: until one of them leads, or a moment has passed.
-  * Nothing that happens here ends the process, or is worth a traceback.
+    once a second, with jitter. It writes nothing except that it waits.
+  * A term ends once. What comes after it is another term with a higher number.
+  * A process that lost its term, or stepped down, lets the others go first: until one of them leads, two seconds at most.
+  * Nothing that happens here ends the process or logs a traceback.
 
-Not here: what a leader does (`beat`), and the lease itself (`lease`, `renewer`).
+Not here: what a leader does, the lease (`lease`, `renewer`), and how an operator ends a term (`leader_key`).
 """
 
 from __future__ import annotations
@@ -26,23 +26,19 @@ import dataclasses
 import random
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
-from celery_syncguard.core.key import RESERVED_PREFIX, Fence, new_lock_id, normalize_key
+from celery_syncguard.core.key import Fence, new_lock_id
+from celery_syncguard.core.leader_key import Guard, leader_lock_key, take_note
 from celery_syncguard.core.lease import Lease, ttl_seconds
 from celery_syncguard.core.loop import Bell, Loop
 from celery_syncguard.core.process import default_holder, process_id
-from celery_syncguard.core.store import Acquire, Dead, Done, Held, LockRow, LockStore, Release
+from celery_syncguard.core.store import Acquire, Dead, Done, Held, Release
 from celery_syncguard.errors import SyncGuardError
 
-__all__ = ["LEADER_PREFIX", "Leader", "Leadership", "end_term", "leader_lock_key"]
-
-LEADER_PREFIX = RESERVED_PREFIX + "leader:"
-#: Of the key under which an operator who ends a term leaves a note for whoever leads. As long as the other prefix, so that
-#: what fits there fits here.
-_NOTE_PREFIX = RESERVED_PREFIX + "resign:"
+__all__ = ["Leader", "Leadership"]
 
 #: Seconds after which a standby looks again although it heard nothing: a pooler may keep notifications from it.
 _LOOK = 0.8
@@ -54,47 +50,6 @@ _SILENCE = 3.0
 _AGAIN = (0.3, 2.0)
 #: Seconds between two log lines about a database that cannot be asked.
 _REMIND = 60.0
-
-
-class Guard(Protocol):
-    """What a leadership asks of the front door (`SyncGuard`)."""
-
-    store: LockStore
-
-    def acquire(self, request: Acquire) -> Lease | Held | Done | Dead: ...
-    def inspect(self, key: str) -> LockRow | None: ...
-    def release(self, key: str, *, lock_id: str) -> bool: ...
-    def tell_lost(self, lease: Lease) -> None: ...
-
-
-def leader_lock_key(key: str) -> str:
-    """The reserved key of the lock behind a leadership.
-
-    Raises:
-        InvalidKey: the key is not text, empty, or too long with the prefix.
-    """
-    return normalize_key(LEADER_PREFIX + normalize_key(key, what="leadership key"), what="leadership key")
-
-
-def end_term(guard: Guard, key: str, *, lock_id: str, ttl: float) -> bool:
-    """End the term of whoever leads by that lease, as an operator wishes: the leader says so, instead of that it lost it.
-
-    Arguments:
-        ttl: seconds after which the leader has noticed in any case: for which its lease would last.
-
-    Returns:
-        False: that lease does not lead (any more).
-
-    Raises:
-        StoreUnavailable, SchemaBehind: the database cannot be asked.
-    """
-    note = _NOTE_PREFIX + key
-    for row in guard.store.locks(note):
-        guard.store.release(Release(key=note, lock_id=row.lock_id))
-    guard.store.acquire(
-        Acquire(key=note, lock_id=new_lock_id(), ttl=max(1.0, ttl), holder=default_holder(), task_id=lock_id)
-    )
-    return guard.release(leader_lock_key(key), lock_id=lock_id)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,21 +67,15 @@ class Leadership:
     """One process's part in the leadership of `key`. Made by `SyncGuard.leadership`; a context manager that starts and
     stops it.
 
-        with guard.leadership("relay") as leadership:
-            while running:
-                lease = leadership.elect(timeout=1.0)
-                while lease and not leadership.lost(timeout=0.1):
-                    relay_one(fence=lease.fence)
-
     Arguments:
-        guard: whose database decides.
-        key: who has the same key stands for the same leadership.
+        guard: its database decides.
+        key: processes with the same key share one leader.
         ttl: seconds for which a dead leader keeps the others waiting.
-        holder: who this is, for people.
-        alive: asked now and then in the leadership's thread; while it says no, this process does not lead. So a program
-            that hangs is replaced although its lease could be renewed for ever.
-        on_elected: called with the lease of a new term; `on_lost`: called with it when the term is over, however it
-            ended. Both in the leadership's own thread, and must be quick.
+        holder: who this process is, for people.
+        alive: asked in the leadership's thread, at least once a second; while it returns False, this process does not lead.
+            So a program that hangs is replaced although its lease could be renewed for ever.
+        on_elected: called with the lease of a new term; `on_lost`: called with it when the term has ended in any way. Both
+            run in the leadership's thread, and must be quick.
     """
 
     def __init__(
@@ -185,7 +134,7 @@ class Leadership:
 
     @property
     def term(self) -> Fence | None:
-        """The number of the present term: higher than every earlier one, of whichever process. None on standby."""
+        """The number of the present term: higher than that of every earlier term of any process. None on standby."""
         lease = self.lease
         return None if lease is None else lease.fence
 
@@ -206,14 +155,14 @@ class Leadership:
 
     @property
     def healthy(self) -> bool:
-        """Whether the database answered of late: a standby hears from it every second, a leader has renewed."""
+        """Whether the database has answered recently: to the last renewal of a leader, to a standby within 3 s."""
         lease = self.lease
         if lease is not None:
             return lease.remaining > self.ttl / 3
         return self._answered_at is not None and clock.now() - self._answered_at < _SILENCE
 
     def elect(self, *, timeout: float | None = None) -> Lease | None:
-        """Wait to be elected, at most `timeout` seconds (None: for as long as it takes). The lease of the term, or None.
+        """Wait to be elected, at most `timeout` seconds (None: without end). Returns the lease of the term, or None.
 
         `lease.fence` is the term; `lease.check()` raises once the term is over.
         """
@@ -234,7 +183,7 @@ class Leadership:
                 left = None if until is None else until - clock.now()
                 if left is not None and left <= 0:
                     return False
-                # Deadlines pass without anybody telling.
+                # A deadline that passes rings no bell.
                 told.wait(0.25 if left is None else min(left, 0.25))
                 told.clear()
         finally:
@@ -245,7 +194,7 @@ class Leadership:
         for told in tuple(self._waiting):
             told.set()
 
-    # What may be asked
+    # What a program asks for
 
     def start(self) -> None:
         """Stand for election, from now on, in a thread. May be repeated."""
@@ -253,22 +202,22 @@ class Leadership:
             self._loop.start()
 
     def step_down(self) -> None:
-        """Give the term up, and let another process lead first. Does not wait. On standby it does nothing."""
+        """End the term, and let another process lead first. Does not wait. On standby it does nothing."""
         self._asked_down = True
         self._loop.wake()
 
     def stop(self, *, timeout: float = 5.0) -> bool:
-        """Give the term up and stand no more. False: after `timeout` seconds the release is still under way, or the answer
-        to an election.
+        """End the term and stand no more. False: after `timeout` seconds the release, or the answer to an election, is not
+        there yet.
 
-        Takes no lock that the interrupted code may hold, so a signal handler may call it, also one that interrupts another:
-        the release is done by the leadership's thread. Where the interrupted code holds what that thread needs, the pool's
-        lock say, the answer is False, and a second call once that code is unwound waits for the rest.
+        It takes no lock, so a signal handler may call it, also one that interrupts another: the leadership's thread does
+        the release. If the interrupted code holds what that thread needs (the pool's lock, say), it returns False, and a
+        second call, once that code is unwound, waits for the rest.
         """
         self._stopping = True
         self._loop.wake()
-        # In this order: a term that has arrived was seen on its way, or is seen now; one that has left since that look is
-        # seen leaving, or its release is done.
+        # In this order: a term that has arrived was seen on its way, or is seen now; one that has ended since that look is
+        # seen ending, or its release is done.
         idle = not self._busy and self._lease is None and not self._busy
         if idle or not self._loop.running:
             return True
@@ -305,7 +254,7 @@ class Leadership:
         return self._stand()
 
     def _another_leads(self) -> bool:
-        # Who has let another one go first is a standby like any, and must not miss that one's release.
+        # Once another one leads, this process is a standby like any, and must not miss that one's release.
         try:
             row = self._guard.inspect(self.lock_key)
         except SyncGuardError:
@@ -314,15 +263,8 @@ class Leadership:
         return row is not None and row.lock_id != self._ours
 
     def _stand(self) -> float:
-        request = Acquire(
-            key=self.lock_key,
-            lock_id=new_lock_id(),
-            ttl=self.ttl,
-            holder=self._holder or default_holder(),
-            process=process_id(),
-        )
         try:
-            answer = self._ask(request)
+            answer = self._ask()
             if self._stopping or answer is None:
                 return 0.0
             if isinstance(answer, Lease):
@@ -330,7 +272,7 @@ class Leadership:
             assert isinstance(answer, Held)  # nothing else was asked for
             self._hear(answer)
             pause = _LOOK * random.uniform(0.8, 1.0)
-            # At the end of the lease everybody comes at once; a little jitter lets one of them be first.
+            # At the end of the lease all standbys ask at once; a little jitter lets one of them be first.
             self._guard.store.wait(self.lock_key, min(pause, max(0.05, answer.remaining + random.uniform(0.0, 0.2))))
         except SyncGuardError as exc:
             now = clock.now()
@@ -345,8 +287,10 @@ class Leadership:
             logger.info("can ask again who leads %r", self.key)
         return 0.0
 
-    def _ask(self, request: Acquire) -> Lease | Held | Done | Dead | None:
-        """None: stopped, and so not asked."""
+    def _ask(self) -> Lease | Held | Done | Dead | None:
+        """The answer to an acquire. None: stopped, and so not asked."""
+        holder = self._holder or default_holder()
+        request = Acquire(key=self.lock_key, lock_id=new_lock_id(), ttl=self.ttl, holder=holder, process=process_id())
         self._busy = True  # before the look at whether it may: a stop looks the other way round
         try:
             if self._stopping:
@@ -362,13 +306,8 @@ class Leadership:
     def _hear(self, held: Held) -> None:
         before, self._heard = self._heard, (held, clock.now())
         if before is None or before[0].lock_id != held.lock_id:
-            logger.info(
-                "standby for %r: %s leads, term %s, since %.1f s",
-                self.key,
-                held.holder or "somebody who left no name",
-                held.fence,
-                held.since,
-            )
+            holder = held.holder or "an unnamed holder"
+            logger.info("standby for %r: %s leads, term %s, for %.1f s", self.key, holder, held.fence, held.since)
 
     def _begin_term(self, lease: Lease) -> None:
         self._reminded_at = None
@@ -384,15 +323,15 @@ class Leadership:
         lease = self._lease
         if lease is None:
             return
-        self._busy = True  # before there is no lease to be seen: until the release is done, a stop has to wait for it
+        self._busy = True  # before the lease is gone from sight: a stop has to wait until the release is done
         try:
             self._lease = None
             self._tell()
-            # Before it is logged: a signal handler that waits for this may have interrupted somebody who is logging.
+            # Before it is logged: a signal handler that waits for this may have interrupted code that logs.
             if lease.lost and self._was_asked(lease):
                 logger.info("an operator ended term %d: this process leads %r no more", lease.fence, self.key)
             elif lease.lost:
-                # Its row may still be there, and would keep everybody waiting to its end.
+                # Its row may still be there, and would keep all others waiting until it expires.
                 with contextlib.suppress(SyncGuardError):
                     self._guard.store.release(Release(key=lease.key, lock_id=lease.lock_id))
                 self._guard.tell_lost(lease)
@@ -408,18 +347,14 @@ class Leadership:
 
     def _noticed(self, _lease: Lease) -> bool:
         self._loop.wake()
-        return True  # told of when the term is ended
+        return True  # logged by `_end_term`
 
     def _was_asked(self, lease: Lease) -> bool:
         """Whether an operator ended the term (`end_term`)."""
         if clock.now() >= lease.deadline:
-            return False  # lost for want of an answer, and another question would only take time
-        note = _NOTE_PREFIX + self.key
+            return False  # the database did not answer in time, and another question would only take time
         with contextlib.suppress(SyncGuardError):
-            for row in self._guard.store.locks(note):
-                if row.task_id == lease.lock_id:
-                    self._guard.store.release(Release(key=note, lock_id=row.lock_id))
-                    return True
+            return take_note(self._guard.store, self.key, lock_id=lease.lock_id)
         return False
 
     def _call(self, listener: Callable[[Lease], Any] | None, lease: Lease) -> None:
@@ -427,5 +362,5 @@ class Leadership:
             return
         try:
             listener(lease)
-        except Exception:  # the program's own code must not cost it the leadership  # noqa: BLE001
+        except Exception:  # an error in a program's own callback must not end its term  # noqa: BLE001
             logger.exception("a listener of the leadership %r failed", self.key)

@@ -1,13 +1,13 @@
 """The only place that makes threads, and what they wait for.
 
-A `Loop` calls one function again and again, each time after the number of seconds that the call before answered. Its
-thread is named, daemonic and waits for a bell, so that it can be woken and stopped at once; start and stop may be
-repeated, a stop is bounded, and `wake()` and `stop(wait=False)` are safe inside a signal handler. An error in the function
-is logged and backed off with full jitter: a loop never dies of its work.
+A `Loop` calls one function again and again, each time after the number of seconds that the last call returned. Its thread
+is named, daemonic and waits for a bell, so it can be woken and stopped at once; start and stop may be repeated, a stop is
+bounded, and `wake()` and `stop(wait=False)` are safe inside a signal handler. An error in the function is logged and the
+next call waits with full jitter: a loop outlives the errors of its work.
 
-A `Bell` is used like a `threading.Event`, where a signal handler may come in between. An event takes a lock of its own, in
-Python code: a handler that finds it taken by the very code that it interrupted waits for ever, and a handler that raises in
-the wrong place (a soft time limit) leaves it taken for ever.
+A `Bell` is a `threading.Event` for code that a signal handler may interrupt. An event takes a lock of its own, in Python
+code: a handler that finds it taken by the code that it interrupted waits for ever, and a handler that raises in the wrong
+place (a soft time limit) leaves it taken for ever.
 
 Under gevent's monkey patching the thread is a greenlet, which is what a gevent program expects.
 """
@@ -24,20 +24,20 @@ from celery_syncguard.core.events import logger
 
 __all__ = ["Bell", "Loop"]
 
-#: No wait is longer, so that a suspended machine or a lost wake-up costs at most this many seconds.
+#: No wait is longer, so a suspended machine or a lost wake-up costs at most this many seconds.
 LONGEST_WAIT = 1.0
 
 
 class Bell:
-    """An event that may be set, cleared and waited for at any step of any code, also by a signal handler that interrupted
-    one of these, and that survives an exception at any step of them.
+    """An event that may be set, cleared and waited for anywhere, also by a signal handler that interrupted one of these
+    calls. An exception at any step of them leaves it usable.
     """
 
     __slots__ = ("_gate", "_set")
 
     def __init__(self) -> None:
         self._set = False
-        # Open while set. The flag decides; the gate is only what waits, and taking or opening it is one call into C.
+        # Open while set. The flag decides; the gate is only for waiting, and taking or opening it is one call into C.
         self._gate = threading.Lock()
         self._gate.acquire()
 
@@ -51,11 +51,11 @@ class Bell:
     def clear(self) -> None:
         self._set = False
         self._gate.acquire(blocking=False)
-        if self.is_set():  # by somebody in between, whom nobody must miss
+        if self.is_set():  # by another thread in between, which must be heard
             self._open()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it is set; waits up to `timeout` seconds for that (None: as long as it takes)."""
+        """Wait up to `timeout` seconds (None: without a bound) until it is set, and return whether it is."""
         until = None if timeout is None else clock.now() + timeout
         while not self._set:
             left = -1.0 if until is None else until - clock.now()
@@ -75,8 +75,7 @@ class Loop:
 
     Arguments:
         name: of the thread.
-        step: does the work that is due and answers in how many seconds it wants to be called again; None: not before
-            `wake()`.
+        step: does the work that is due and returns the seconds until its next call; None: not before `wake()`.
         backoff: bounds in seconds of the wait after `step` raised.
     """
 
@@ -97,7 +96,7 @@ class Loop:
             if self.running:
                 return
             self._stopping = False
-            # A thread that was told to stop may still be in its last step: it ends when it sees that it has no bell.
+            # A thread that was told to stop may still be in its last step: it ends when it sees that the bell is not its own.
             bell, self._bell = self._bell, Bell()
             bell.set()
             self._thread = threading.Thread(target=self._run, args=(self._bell,), name=self._name, daemon=True)
@@ -114,12 +113,10 @@ class Loop:
         """
         self._stopping = True
         self._bell.set()
-        if not wait:
-            return
-        if self._thread is threading.current_thread():
+        if not wait or self._thread is threading.current_thread():
             return
         give_up_at = clock.now() + timeout
-        # Whoever is starting it finishes that first: a thread that has not begun can be neither told nor waited for.
+        # A start() under way in another thread ends first: a thread that has not begun can be neither told nor joined.
         if not self._mutex.acquire(timeout=timeout):
             return
         try:
@@ -139,7 +136,7 @@ class Loop:
     def _run(self, bell: Bell) -> None:
         failures = 0
         while True:
-            bell.clear()  # before the look at why it may have rung, or a stop that comes in between is not heard
+            bell.clear()  # before looking why it rang, or a stop that comes in between is not heard
             if self._stopping or bell is not self._bell:
                 return
             try:

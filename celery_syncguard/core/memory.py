@@ -1,16 +1,16 @@
-"""The memory store: the same answers as PostgreSQL's, within one process. For tests and eager mode.
+"""The memory store: returns what PostgreSQL's does, within one process. For tests and eager mode.
 
-It passes the same contract suite, which is the only reason to believe it. It has no transactions, so `fenced` and
-`complete` act at once and ignore the connection.
+It passes the same contract suite. It has no transactions, so `fenced` and `complete` act at once and ignore the
+connection.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TypeVar
 
 from celery_syncguard.core import clock
 from celery_syncguard.core.store import (
@@ -29,6 +29,8 @@ from celery_syncguard.core.store import (
 
 __all__ = ["MemoryStore"]
 
+T = TypeVar("T")
+
 #: How long one attempt of a task is remembered for its copies.
 _ATTEMPT_TTL = 3600.0
 
@@ -42,8 +44,6 @@ class _Row:
     fence: int
     acquired: float
     expires: float
-    process: str | None
-    task_id: str | None
     copies: bool = False
 
 
@@ -72,23 +72,27 @@ class _Completion:
     fingerprint: str | None = None
 
 
-def _attempt_key(call_id: str | None, attempt: int | None) -> str:
-    return f"attempt:{call_id}:{attempt}"
-
-
 def _attempt_of(request: Acquire) -> tuple[str | None, int | None, str | None]:
     return (request.task_id, request.attempt, request.call_id)
 
 
 def _died(row: _Row | None, request: Acquire) -> bool:
     """Whether an expired row tells of a death: not if the process that asks held it, nor if it is this very request's."""
-    if row is None or row.task_id is None or row.request.lock_id == request.lock_id:
+    if row is None or row.request.task_id is None or row.request.lock_id == request.lock_id:
         return False
-    return row.process is None or row.process != request.process
+    return row.request.process is None or row.request.process != request.process
 
 
 def _subjects(key: str, task_id: str | None) -> tuple[str, ...]:
     return (f"key:{key}",) if task_id is None else (f"key:{key}", f"task:{task_id}")
+
+
+def _drop(table: dict[str, T], is_over: Callable[[T], bool], *, among: Iterable[str] | None = None) -> int:
+    """Delete the rows that are over; how many. `among`: the keys to look at instead of all."""
+    keys = [key for key in (table if among is None else among) if is_over(table[key])]
+    for key in keys:
+        del table[key]
+    return len(keys)
 
 
 class MemoryStore:
@@ -104,7 +108,7 @@ class MemoryStore:
         self._completions: dict[str, _Completion] = {}
         self._claims: dict[str, _Claim] = {}
         self._deaths: dict[str, _Deaths] = {}
-        # One offset for all instants: they must tell the same story as the differences between them.
+        # One offset for all instants, so that their differences are right.
         self._offset = clock.wall_ms() / 1000 - clock.now()
 
     def __repr__(self) -> str:
@@ -120,7 +124,7 @@ class MemoryStore:
             if row is not None and row.expires > now:
                 if row.request.lock_id == request.lock_id:
                     return self._grant(row)
-                if row.task_id is not None and _attempt_of(row.request) == _attempt_of(request):
+                if row.request.task_id is not None and _attempt_of(row.request) == _attempt_of(request):
                     row.copies = True
                 self._keep_claim(request, now)
                 return self._held(row, now)
@@ -134,45 +138,33 @@ class MemoryStore:
                     return dead
             if row is not None and _died(row, request):
                 self._bury(row, now)
-                if row.task_id != request.task_id:
+                if row.request.task_id != request.task_id:
                     self._end_claim_of(row)
             fence = max(self._counters.get(request.key, 0) + 1, int((now + self._offset) * 1000))
             self._counters[request.key] = fence
-            row = self._rows[request.key] = _Row(
-                request=request,
-                fence=fence,
-                acquired=now,
-                expires=now + request.ttl,
-                process=request.process,
-                task_id=request.task_id,
-            )
-            if request.claim_key is not None and request.task_id is not None:
-                if request.claim_ttl is None:
-                    self._begin(request.claim_key, request.task_id, request.claim_wait, now)
-                else:
-                    self._claim(request.claim_key, request.task_id, request.claim_ttl, request.holder, now)
+            row = self._rows[request.key] = _Row(request, fence, acquired=now, expires=now + request.ttl)
+            if request.claim_ttl is None:
+                self._end_claim(request.claim_key, request.task_id, next_ttl=request.claim_wait)
+            elif request.claim_key is not None and request.task_id is not None:
+                self._claim(request.claim_key, request.task_id, request.claim_ttl, request.holder, now)
             return self._grant(row)
 
     def _grant(self, row: _Row) -> Grant:
-        return Grant(
-            key=row.request.key,
-            lock_id=row.request.lock_id,
-            fence=row.fence,
-            acquired_at=self._instant(row.acquired),
-            expires_at=self._instant(row.expires),
-        )
+        request = row.request
+        return Grant(request.key, request.lock_id, row.fence, self._instant(row.acquired), self._instant(row.expires))
 
     def _held(self, row: _Row, now: float) -> Held:
+        request = row.request
         return Held(
-            key=row.request.key,
-            lock_id=row.request.lock_id,
+            key=request.key,
+            lock_id=request.lock_id,
             fence=row.fence,
             since=now - row.acquired,
             remaining=row.expires - now,
-            holder=row.request.holder,
-            task_id=row.task_id,
-            attempt=row.request.attempt,
-            call_id=row.request.call_id,
+            holder=request.holder,
+            task_id=request.task_id,
+            attempt=request.attempt,
+            call_id=request.call_id,
         )
 
     def _keep_claim(self, request: Acquire, now: float) -> None:
@@ -183,20 +175,18 @@ class MemoryStore:
 
     def _dead(self, request: Acquire, most: int, row: _Row | None, now: float) -> Dead | None:
         key, task = (self._deaths.get(subject) for subject in _subjects(request.key, request.task_id))
-        died = _died(row, request)
-        of_task = (task.count if task is not None else 0) + (
-            died and row is not None and row.task_id == request.task_id
-        )
-        of_key = (key.count if key is not None and key.last > now - _DEATHS_OF_KEY else 0) + (
-            died and row is not None and row.expires > now - _DEATHS_OF_KEY
-        )
+        of_task = task.count if task is not None else 0
+        of_key = key.count if key is not None and key.last > now - _DEATHS_OF_KEY else 0
+        if row is not None and _died(row, request):
+            of_task += row.request.task_id == request.task_id
+            of_key += row.expires > now - _DEATHS_OF_KEY
         if of_task >= most:
             return Dead(deaths=of_task)
         return Dead(deaths=of_key, of_task=False) if of_key >= 2 * most else None
 
     def _bury(self, row: _Row, now: float) -> None:
-        if row.task_id is not None:
-            for subject in _subjects(row.request.key, row.task_id):
+        if row.request.task_id is not None:
+            for subject in _subjects(row.request.key, row.request.task_id):
                 before = self._deaths.get(subject)
                 count = 1 if before is None else before.count + 1
                 self._deaths[subject] = _Deaths(count, now, row.request.lock_id)
@@ -215,8 +205,7 @@ class MemoryStore:
     def release(self, release: Release) -> bool:
         with self._changed:
             now = clock.now()
-            if release.claim_key is not None and release.task_id is not None:
-                self._unclaim(release.claim_key, release.task_id)
+            self._end_claim(release.claim_key, release.task_id)
             row = self._rows.get(release.key)
             if row is not None and row.request.lock_id != release.lock_id:
                 row = None
@@ -232,27 +221,21 @@ class MemoryStore:
             if row is None:
                 return False
             if release.min_hold is not None and row.acquired + release.min_hold > now:
-                # Under another lock_id, as a renewal that is under way must not find the lease any more.
-                self._rows[release.key] = dataclasses.replace(
-                    row,
-                    request=dataclasses.replace(row.request, lock_id=release.lock_id[::-1]),
-                    expires=row.acquired + release.min_hold,
-                    process=None,
-                    task_id=None,
-                )
+                # Reserved: it belongs to no process and no task, and a renewal that is under way does not find its lock_id.
+                reserved = dataclasses.replace(row.request, lock_id=release.lock_id[::-1], process=None, task_id=None)
+                self._rows[release.key] = _Row(reserved, row.fence, row.acquired, row.acquired + release.min_hold)
             else:
                 del self._rows[release.key]
             if release.attempt_done and row.copies:
-                key = _attempt_key(row.request.call_id or release.task_id, row.request.attempt)
-                self._completions.pop(key, None)
-                self._complete(key, release.task_id, _ATTEMPT_TTL, now)
+                call_id = row.request.call_id or release.task_id
+                self._complete(f"attempt:{call_id}:{row.request.attempt}", release.task_id, _ATTEMPT_TTL, now)
             self._changed.notify_all()
             return True
 
     def release_process(self, process: str) -> Buried:
         with self._changed:
             now = clock.now()
-            dead = [row for row in self._rows.values() if row.process == process]
+            dead = [row for row in self._rows.values() if row.request.process == process]
             for row in dead:
                 self._bury(row, now)
                 claim = self._claims.get(row.request.claim_key or "")
@@ -276,7 +259,7 @@ class MemoryStore:
                     since=now - row.acquired,
                     remaining=row.expires - now,
                     holder=row.request.holder,
-                    task_id=row.task_id,
+                    task_id=row.request.task_id,
                     attempt=row.request.attempt,
                 )
                 for row in self._rows.values()
@@ -287,27 +270,19 @@ class MemoryStore:
     def prune(self, *, older: float, counters: bool = False) -> Pruned:
         with self._changed:
             before = clock.now() - older
-            locks = [key for key, row in self._rows.items() if row.expires <= before]
             claimed = len(self._claims)
-            for key in locks:
-                # The lease is what tells that the claim's holder is dead.
-                self._end_claim_of(self._rows.pop(key))
-            completions = [key for key, done in self._completions.items() if done.expires <= before]
-            claims = [key for key, claim in self._claims.items() if claim.expires <= before]
-            deaths = [key for key, death in self._deaths.items() if death.last <= before - 7 * 86_400]
+            for row in self._rows.values():
+                if row.expires <= before:
+                    # The lease is what tells that the claim's holder is dead.
+                    self._end_claim_of(row)
+            locks = _drop(self._rows, lambda row: row.expires <= before)
+            completions = _drop(self._completions, lambda done: done.expires <= before)
+            _drop(self._claims, lambda claim: claim.expires <= before)
+            deaths = _drop(self._deaths, lambda death: death.last <= before - 7 * 86_400)
+            idle = [key for key in self._counters if key not in self._rows] if counters else []
             limit = int((before + self._offset) * 1000)
-            idle = [key for key, fence in self._counters.items() if fence < limit and key not in self._rows]
-            idle = idle if counters else []
-            for key in completions:
-                del self._completions[key]
-            for key in claims:
-                del self._claims[key]
-            claimed -= len(self._claims)
-            for key in deaths:
-                del self._deaths[key]
-            for key in idle:
-                del self._counters[key]
-        return Pruned(len(locks), len(completions), claimed, len(deaths), len(idle))
+            passed = _drop(self._counters, lambda fence: fence < limit, among=idle)
+            return Pruned(locks, completions, claimed - len(self._claims), deaths, passed)
 
     def wait(self, key: str, timeout: float) -> bool:
         with self._changed:
@@ -364,36 +339,33 @@ class MemoryStore:
 
     def unclaim(self, key: str, *, task_id: str) -> bool:
         with self._changed:
-            return self._unclaim(key, task_id)
+            return self._end_claim(key, task_id)
 
     def _end_claim_of(self, row: _Row) -> None:
-        """Its holder is dead, and so is the work that it claimed."""
-        if row.request.claim_key is not None and row.request.claim_ttl is not None and row.task_id is not None:
-            self._unclaim(row.request.claim_key, row.task_id)
+        """Its holder is dead, so the work that it claimed is over."""
+        if row.request.claim_ttl is not None:
+            self._end_claim(row.request.claim_key, row.request.task_id)
 
-    def _begin(self, key: str, task_id: str, ttl: float | None, now: float) -> None:
-        """The task's work has begun: its claim ends, or goes to the task that waits to run again."""
-        claim = self._claims.get(key)
-        if claim is not None and claim.task_id == task_id and claim.next_task_id is not None and ttl is not None:
-            self._claims[key] = _Claim(task_id=claim.next_task_id, holder=None, claimed=now, expires=now + ttl)
-        else:
-            self._unclaim(key, task_id)
-
-    def _unclaim(self, key: str, task_id: str) -> bool:
-        claim = self._claims.get(key)
-        if claim is None or claim.task_id != task_id:
-            if claim is not None and claim.next_task_id == task_id:
+    def _end_claim(self, key: str | None, task_id: str | None, *, next_ttl: float | None = None) -> bool:
+        """True if the task owned it. `next_ttl`: its work has begun, and the claim goes to the task that waits to run again."""
+        claim = self._claims.get(key) if key is not None else None
+        if key is None or claim is None or task_id is None:
+            return False
+        if claim.task_id != task_id:
+            if claim.next_task_id == task_id:
                 claim.next_task_id = None
             return False
         del self._claims[key]
+        if claim.next_task_id is not None and next_ttl is not None:
+            self._claim(key, claim.next_task_id, next_ttl, None, clock.now())
         return True
 
     def fenced(self, conn: Any, *, key: str, lock_id: str, fence: int) -> bool:
         with self._changed:
             row = self._rows.get(key)
-            return (
-                row is not None and (row.request.lock_id, row.fence) == (lock_id, fence) and row.expires > clock.now()
-            )
+            if row is None or row.expires <= clock.now():
+                return False
+            return (row.request.lock_id, row.fence) == (lock_id, fence)
 
     def complete(
         self, conn: Any, *, run_key: str, task_id: str | None, ttl: float, fingerprint: str | None = None
@@ -411,7 +383,6 @@ class MemoryStore:
         return True
 
     def forget(self) -> None:
-        """After a fork: the parent's locks are not this process's."""
         self._reset()
 
     def close(self) -> None:

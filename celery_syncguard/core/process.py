@@ -1,9 +1,8 @@
 """Which process this is, and state that must not outlive a fork.
 
-The database knows a holder by `process_id`: its pid and a random token. A pid is used again after a while, so each process
-draws a token of its own, also each fork. A worker's main process has to name its dead children's leases: so each fork notes
-its token in memory that the whole family shares, where its parent finds it as long as no other process of the family has
-got the same place.
+The database knows a holder by `process_id`: its pid and a random token, since the system uses a pid again. Each fork draws
+a token of its own. A worker's main process has to name the leases of its dead children, so each fork notes its token in
+memory that all forks share, where its parent finds it until another process of the family takes the same place.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["child_process_id", "default_holder", "forget_in_children", "process_
 _NOTE = struct.Struct("=QQ")  # pid, token
 _PLACES = 65_536
 
-#: Anonymous, so that forks see the same memory; of its megabyte only the pages in use are there. A place is that of a pid
+#: Anonymous, so forks see the same memory; of its megabyte only the pages in use exist. A process has the place of its pid
 #: modulo their number.
 _notes = mmap.mmap(-1, _NOTE.size * _PLACES)
 
@@ -40,21 +39,25 @@ def _note(pid: int) -> str:
     return _id(pid, token)
 
 
+def _draw() -> None:
+    global _pid, _own
+    pid = os.getpid()
+    _own, _pid = _note(pid), pid
+
+
 _pid = os.getpid()
 _own = _note(_pid)
 
 
 def process_id() -> str:
-    """The name of this process. Never used again, as its pid may be."""
-    global _pid, _own
-    pid = os.getpid()
-    if pid != _pid:
-        _pid, _own = pid, _note(pid)
+    """The name of this process. Unlike its pid it is never used again."""
+    if os.getpid() != _pid:
+        _draw()
     return _own
 
 
 def child_process_id(pid: int) -> str | None:
-    """The name of a process that was forked from this family, dead or alive. None: it left no note that is still there."""
+    """The name of a process that was forked from this family, dead or alive. None: its note is gone, or it left none."""
     noted, token = _NOTE.unpack_from(_notes, pid % _PLACES * _NOTE.size)
     return _id(pid, token) if noted == pid else None
 
@@ -68,13 +71,13 @@ def default_holder() -> str:
 def _holder(pid: int) -> str:
     program = Path(sys.argv[0] if sys.argv and sys.argv[0] else "python").name
     text = f"{program} on {socket.gethostname()} pid {pid}"
-    # A file name may hold bytes that are no text.
+    # A file name may have bytes that are no text.
     return text.encode("utf-8", "replace").decode()
 
 
 class Forgetful(Protocol):
     def forget(self) -> None:
-        """Drop everything that belongs to the parent process, without closing what it shares with it."""
+        """Drop everything that belongs to the parent process; close nothing that both share."""
 
 
 _forgetful: weakref.WeakSet[Forgetful] = weakref.WeakSet()
@@ -86,10 +89,7 @@ def forget_in_children(item: Forgetful) -> None:
 
 
 def _after_fork() -> None:
-    global _pid, _own  # noqa: PLW0603
-    # Also where the pid is that of the parent, which is dead.
-    _pid = os.getpid()
-    _own = _note(_pid)
+    _draw()  # always: the child may have the pid of its dead parent
     for item in list(_forgetful):
         item.forget()
 

@@ -1,10 +1,8 @@
-"""What a lock store can do, and the values it answers with. `postgres` and `memory` implement it.
+"""What a lock store can do, and the values that it returns. `postgres` and `memory` implement it.
 
-Every method is one round trip at most, may be called from any thread, and either answers or raises `StoreUnavailable`
-(nothing is known) or `SchemaBehind`. Seconds are floats. An instant of the store's clock never leaves the store except
-as a difference, or as a `datetime` for people.
-
-The protocol exists because the same contract suite passes on both stores; a third one starts there (`testing`).
+Every method is one round trip at most, may be called from any thread, and returns or raises `StoreUnavailable` (nothing is
+known) or `SchemaBehind`. Seconds are floats. An instant of the store's clock never leaves the store except as a difference,
+or as a `datetime` for people.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ __all__ = [
 class Acquire:
     """A request for a lock. Only `key`, `lock_id` and `ttl` are needed; the rest comes from a task.
 
-    `run_keys`: answer `Done` instead if one of these is completed. `max_deaths`: answer `Dead` if the task lost that many
+    `run_keys`: return `Done` instead if one of these is completed. `max_deaths`: return `Dead` if the task lost that many
     leases in a row by the death of its process, or the key twice as many, the last within an hour. `claim_key`: the task's
     claim, kept alive for `claim_ttl` or, without one, ended; and for `claim_wait` where the lock is held.
     `call_id`: which publish of the task id this is.
@@ -72,7 +70,7 @@ class Grant:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """Somebody else's lease is live on the key: which one is always known. None: its holder left that out, or wrote a fence that is no number."""
+    """Another lease is live on the key. None: its holder left that out, or wrote a fence that is not a number."""
 
     key: str
     lock_id: str
@@ -87,7 +85,7 @@ class Held:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Done:
-    """A completion answers the request: the work was done by `task_id`, `age` seconds ago, with these arguments."""
+    """The work was done by `task_id`, `age` seconds ago, with arguments of this fingerprint."""
 
     run_key: str
     task_id: str | None
@@ -97,7 +95,7 @@ class Done:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dead:
-    """Processes died so often in a row that the task is not started: its own, or (`of_task` false) whichever held the key."""
+    """Processes died too often in a row: the task's own, or (`of_task` false) those that held the key."""
 
     deaths: int
     of_task: bool = True
@@ -105,7 +103,7 @@ class Dead:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Renewal:
-    """A lease to renew, or one that was: `True` renewed, `None` there but busy (unknown). The lost are missing."""
+    """A lease to renew."""
 
     key: str
     lock_id: str
@@ -114,9 +112,9 @@ class Renewal:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Release:
-    """An end of a lease. `min_hold` keeps the key taken for so many seconds since the acquire; `run_key` records a
-    completion for `run_ttl`; `claim_key` ends the task's claim; `attempt_done`: the attempt ended by itself, under its
-    lease, so a completion of it is recorded even when the lease is gone by now, and the deaths before it are forgotten.
+    """An end of a lease. `min_hold` reserves the key until so many seconds after the acquire; `run_key` records a completion
+    for `run_ttl`; `claim_key` ends the task's claim; `attempt_done`: the attempt ended by itself, under its lease, so a
+    completion of it is recorded even when the lease is gone by now, and the deaths before it are forgotten.
     """
 
     key: str
@@ -132,7 +130,7 @@ class Release:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LockRow:
-    """A live lease as anybody sees it. A `fence` that some other client wrote, and that is no number, is its text."""
+    """A live lease. A `fence` that another client wrote, and that is not a number, is its text."""
 
     key: str
     lock_id: str
@@ -161,7 +159,7 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Buried:
-    """How many leases of a dead process were freed, and how many could not be yet, as their rows are locked."""
+    """How many leases of a dead process were freed, and how many are left because their rows are locked."""
 
     freed: int
     busy: int = 0
@@ -182,7 +180,7 @@ class LockStore(Protocol):
     """A place where locks live."""
 
     def acquire(self, request: Acquire) -> Grant | Held | Done | Dead:
-        """Take the lock, or say why not. Repeating a request with the same lock_id gives the same grant."""
+        """Take the lock, or say why not. Repeating a request with the same lock_id returns the same grant."""
 
     def renew(self, renewals: Sequence[Renewal]) -> dict[str, bool | None]:
         """Renew all of them: lock_id -> True (renewed) or None (busy, try again). A lost lease is missing."""
@@ -191,7 +189,7 @@ class LockStore(Protocol):
         """End a lease early. False: it was not ours any more."""
 
     def release_process(self, process: str) -> Buried:
-        """Free every lease of a process that is dead, counting the deaths. Waits for no row that somebody has locked."""
+        """Free every lease of a process that is dead, counting the deaths. Waits for no locked row."""
 
     def locks(self, key: str | None = None, *, limit: int | None = None) -> list[LockRow]:
         """The live leases, oldest first; with `key` only that one's."""
@@ -214,7 +212,7 @@ class LockStore(Protocol):
     ) -> Claim:
         """Claim a piece of work for a task, unless another task has a live claim. A claim is over when a lease that its
         task held for it has expired. `again`: the task has begun and is to run again; if another one has the claim, it
-        gets it when that one starts. `fingerprint`: of the arguments. May be forgotten in a crash, unless it is confirmed.
+        gets it when that one starts. `fingerprint`: of the arguments. A crash may forget it until it is confirmed.
         """
 
     def confirm(self, claims: Sequence[tuple[str, str, float]]) -> int:

@@ -1,10 +1,10 @@
 """The main job, shown: real servers from wheels, real workers, and a history that is checked at the end.
 
 `run` is what `celery-syncguard demo` calls. It starts PostgreSQL and Valkey, two `celery worker` processes and later two
-beats, plays the scenes, reads back what the bodies wrote into the database, and says which checks held. Everything that
-it started is ended again, also after Ctrl-C.
+beats, plays the scenes, reads back what the bodies wrote into the database, and says which checks held. It stops everything
+that it started, also after Ctrl-C.
 
-Modules: `servers` (PostgreSQL and Valkey), `nodes` (celery processes), `app` (the tasks), `scenes`, `view`.
+Modules: `processes` (servers and celery processes), `app` (the tasks), `scenes`, `view`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from celery_syncguard.demo.scenes import Stage
-    from celery_syncguard.demo.view import View
+    from celery_syncguard.demo.scenes import Finding, Stage
 
 __all__ = ["Check", "run"]
 
@@ -42,21 +41,21 @@ def run(json_path: str | None = None) -> int:
     Arguments:
         json_path: a file to write the checks to.
     """
-    from celery_syncguard.demo import scenes, servers
-    from celery_syncguard.demo.view import make_view
+    from celery_syncguard.demo import processes
 
-    problem = servers.missing()
+    problem = processes.missing()
     if problem is not None:
         print(f"demo: {problem}")
         return 1
+    from celery_syncguard.demo import scenes
+    from celery_syncguard.demo.view import make_view
+
     folder = Path(tempfile.mkdtemp(prefix="syncguard-demo-"))
     view = make_view()
     started = time.monotonic()
-    checks: list[Check] = []
     try:
         with view, scenes.Stage(folder, view) as stage:
-            for play in scenes.SCENES:
-                checks += _play(play, stage, view)
+            checks = [check for scene in scenes.SCENES for check in _play(scene, stage)]
     except KeyboardInterrupt:
         print("demo: interrupted, everything is stopped")
         return 130
@@ -71,18 +70,17 @@ def run(json_path: str | None = None) -> int:
     broken = [check for check in checks if not check.held]
     for check in broken:
         print(f"demo: FAILED: {check.scene}: {check.statement} ({check.found})")
-    if broken:
-        return 1
-    print(f"demo: all {len(checks)} checks held ({time.monotonic() - started:.0f} s)")
-    return 0
+    if not broken:
+        print(f"demo: all {len(checks)} checks held ({time.monotonic() - started:.0f} s)")
+    return 1 if broken else 0
 
 
-def _play(play: Callable[..., list[Check]], stage: Stage, view: View) -> list[Check]:
-    title = (play.__doc__ or play.__name__).strip().splitlines()[0]
-    view.scene(title)
+def _play(scene: Callable[[Stage], list[Finding]], stage: Stage) -> list[Check]:
+    title = (scene.__doc__ or scene.__name__).strip()
+    stage.view.scene(title)
     try:
-        checks = play(stage, title)
+        findings = scene(stage)
         stage.catch_up()
-        return checks
     except Exception as exc:
-        return [Check(scene=title, statement="the scene could be played to its end", held=False, found=repr(exc))]
+        findings = [("the scene could be played to its end", False, repr(exc))]
+    return [Check(title, *finding) for finding in findings]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -55,8 +56,12 @@ def record(event: str, key: str, task: Any) -> None:
         fence = None
     connection().execute(
         "INSERT INTO demo_history (event, key, task_id, fence, worker) VALUES (%s, %s, %s, %s, %s)",
-        (event, key, task.request.id, fence, task.request.hostname.split("@")[0]),
+        (event, key, task.request.id, fence, worker_of(task)),
     )
+
+
+def worker_of(task: Any) -> str:
+    return str(task.request.hostname).split("@")[0]
 
 
 def pause(seconds: float) -> None:
@@ -64,31 +69,27 @@ def pause(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
-@app.task(base=LockedTask, bind=True, name="demo.charge", lock_key="{key}", lock_retry_delay=(0.1, 0.4))  # type: ignore[untyped-decorator]
+def locked(**options: Any) -> Callable[[Callable[..., None]], Any]:
+    return app.task(base=LockedTask, bind=True, lock_retry_delay=(0.1, 0.4), **options)  # type: ignore[no-any-return]
+
+
+@locked(name="demo.charge", lock_key="{key}")
 def charge(self: Any, key: str, seconds: float) -> None:
     record("start", key, self)
     pause(seconds)
     record("end", key, self)
 
 
-@app.task(  # type: ignore[untyped-decorator]
-    base=LockedTask,
-    bind=True,
-    name="demo.pay_out",
-    lock_key="account:{name}",
-    lock_on_lost="continue",
-    lock_retry_delay=(0.1, 0.4),
-)
-def pay_out(self: Any, name: str, seconds: float) -> str:
-    """Writes late: after a pause in which its worker may have been frozen. It trusts nothing but the database."""
+@locked(name="demo.pay_out", lock_key="account:{name}", lock_on_lost="continue")
+def pay_out(self: Any, name: str, seconds: float) -> None:
+    """Writes late: after a pause in which its worker may have been frozen. It trusts only the database."""
     key = f"account:{name}"
     record("start", key, self)
     pause(seconds)
-    worker = self.request.hostname.split("@")[0]
     # What any other system can do with a fence: refuse a lower one.
     written = connection().execute(
         "UPDATE demo_accounts SET owner = %s, fence = %s WHERE name = %s AND fence <= %s",
-        (worker, int(self.fence), name, int(self.fence)),
+        (worker_of(self), int(self.fence), name, int(self.fence)),
     )
     record("written" if written.rowcount else "refused", key, self)
     # What PostgreSQL can do besides: commit only while the lease is held.
@@ -98,17 +99,16 @@ def pay_out(self: Any, name: str, seconds: float) -> str:
         record("committed", key, self)
     except LeaseLost:
         record("lost", key, self)
-    return str(worker)
 
 
-@app.task(base=LockedTask, bind=True, name="demo.import_file", dedup_key="import:{path}")  # type: ignore[untyped-decorator]
+@locked(name="demo.import_file", dedup_key="import:{path}")
 def import_file(self: Any, path: str) -> None:
     record("start", path, self)
     pause(0.5)
     record("end", path, self)
 
 
-@app.task(base=LockedTask, bind=True, name="demo.book", run_once=True, acks_late=True, lock_retry_delay=(0.1, 0.4))  # type: ignore[untyped-decorator]
+@locked(name="demo.book", run_once=True, acks_late=True)
 def book(self: Any, name: str) -> None:
     conn = connection()
     with self.lease.transaction(conn):

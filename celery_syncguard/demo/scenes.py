@@ -1,27 +1,30 @@
-"""The scenes. Each makes something happen to real processes, and answers with checks on what the bodies recorded."""
+"""The scenes. Each makes something happen to real processes and returns what the bodies recorded, as checks."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psycopg
+import redis
 
-from celery_syncguard.demo import Check
-from celery_syncguard.demo.nodes import Node
-from celery_syncguard.demo.servers import Postgres, Valkey
+from celery_syncguard.demo.processes import Node, Postgres, Valkey
 from celery_syncguard.demo.view import View
 from celery_syncguard.postgres.migrate import migrate
 
-__all__ = ["SCENES", "Stage"]
+__all__ = ["SCENES", "Finding", "Stage"]
 
-Row = tuple[int, float, str, str, str, int | None, str]
+#: A statement, whether it held, what was found.
+Finding = tuple[str, bool, str]
+#: id, seconds since 1970, event, key, task_id, fence, worker
+Row = tuple[int, float, str, str, str, Any, str]
 
 
 class Stage:
@@ -34,7 +37,7 @@ class Stage:
         self.valkey = Valkey(folder / "valkey")
         self.nodes: list[Node] = []
         self._stopping = threading.Event()
-        self._follower: threading.Thread | None = None
+        self._follower = threading.Thread(target=self._follow, name="demo-follower", daemon=True)
         self._seen = 0
 
     def __enter__(self) -> Stage:
@@ -46,71 +49,61 @@ class Stage:
         return self
 
     def _build(self) -> None:
-        import os
-
         self.postgres.start()
         self.valkey.start()
         migrate(self.postgres.dsn)
-        self.environment = {"SYNCGUARD_DSN": self.postgres.dsn, "SYNCGUARD_DEMO_REDIS": self.valkey.url}
-        os.environ.update(self.environment)
+        os.environ.update(SYNCGUARD_DSN=self.postgres.dsn, SYNCGUARD_DEMO_REDIS=self.valkey.url, PYTHONUNBUFFERED="1")
         # Only now: the application reads its addresses when it is imported.
         from celery_syncguard.demo import app
 
         self.tasks = app
         self.conn = psycopg.connect(self.postgres.dsn, autocommit=True)
         self.conn.execute(app.SCHEMA.encode())
-        self.a = self._worker("A")
-        self.b = self._worker("B")
+        options = ["-c", "3", "-l", "INFO", "--without-gossip", "--without-mingle"]
+        self.a, self.b = (
+            self.start_node(name, ["worker", "-n", f"{name}@demo", "-Q", f"any,{name}", *options]) for name in "AB"
+        )
         for node in (self.a, self.b):
-            node.start()
-        for node in (self.a, self.b):
-            self.wait_for(partial(_is_ready, node), f"worker {node.name} is ready")
-        self._follower = threading.Thread(target=self._follow, name="demo-follower", daemon=True)
+            self.wait_for(node.is_ready, f"worker {node.name} is ready")
         self._follower.start()
 
-    def _worker(self, name: str) -> Node:
-        arguments = ["worker", "-n", f"{name}@demo", "-Q", f"any,{name}", "-c", "3", "-l", "INFO"]
-        return self.node(name, [*arguments, "--without-gossip", "--without-mingle"])
-
-    def node(self, name: str, arguments: list[str]) -> Node:
-        node = Node(name, arguments, folder=self.folder, environment=self.environment)
+    def start_node(self, name: str, arguments: list[str]) -> Node:
+        node = Node(name, arguments, self.folder)
         self.nodes.append(node)
+        node.start()
         return node
 
     def __exit__(self, *_: object) -> None:
         self._stopping.set()
         for node in self.nodes:
-            node.kill()
-        if self._follower is not None:
+            node.stop()
+        if self._follower.ident is not None:
             self._follower.join(5)
-        self.valkey.stop()
-        self.postgres.stop()
+        self.valkey.stop(signal.SIGINT)
+        self.postgres.stop(signal.SIGINT)
 
     def waiting_messages(self) -> int:
         """Messages that are queued, or with a worker and not acknowledged."""
-        import redis
-
         client = redis.Redis.from_url(self.valkey.url)
         return int(sum(client.llen(queue) for queue in ("any", "A", "B")) + client.hlen("unacked"))
 
-    def history(self, **where: str) -> list[Row]:
-        """Rows (id, epoch, event, key, task_id, fence, worker) in order, filtered by equal columns."""
-        query = "SELECT id, extract(epoch FROM at)::float8, event, key, task_id, fence, worker FROM demo_history"
-        conditions = " AND ".join(f"{column} = %s" for column in where)
-        query += f" WHERE {conditions}" if conditions else ""
-        return self.conn.execute(f"{query} ORDER BY id".encode(), list(where.values())).fetchall()
+    def history(self, event: str | None = None, key: str | None = None, worker: str | None = None) -> list[Row]:
+        """What the bodies recorded, in order."""
+        return self.conn.execute(
+            "SELECT id, extract(epoch FROM at)::float8, event, key, task_id, fence, worker FROM demo_history "
+            "WHERE event = coalesce(%s, event) AND key = coalesce(%s, key) AND worker = coalesce(%s, worker) ORDER BY id",
+            (event, key, worker),
+        ).fetchall()
 
     def wait_for(self, condition: Callable[[], Any], what: str, *, timeout: float = 20.0) -> Any:
         """The condition's value, once it is true."""
         pause = threading.Event()
         until = time.monotonic() + timeout
-        while True:
-            value = condition()
-            if value:
-                return value
+        while not (value := condition()):
             if time.monotonic() > until:
                 raise TimeoutError(f"not within {timeout:g} s: {what}")
             pause.wait(0.05)
+        return value
 
     def _follow(self) -> None:
         with psycopg.connect(self.postgres.dsn, autocommit=True) as conn:
@@ -124,83 +117,64 @@ class Stage:
 
     def catch_up(self) -> None:
         """Wait until the audience has seen what has happened."""
-        history = self.history()
-        if history:
-            self.wait_for(lambda: self._seen >= history[-1][0], "the view has caught up")
+        newest = max((row[0] for row in self.history()), default=0)
+        self.wait_for(lambda: self._seen >= newest, "the view has caught up")
+
+    def value(self, query: str) -> Any:
+        """The first column of the query's first row; None without a row."""
+        row = self.conn.execute(query.encode()).fetchone()
+        return row[0] if row is not None else None
 
 
-def _is_ready(node: Node, times: int = 1) -> bool:
-    return node.log.read_text().count("ready.") >= times
+def _intervals(rows: list[Row]) -> list[tuple[float, float, int]]:
+    """The (start, end, fence) of the bodies, in order of starting."""
+    ends = {task_id: at for _, at, event, _, task_id, _, _ in rows if event == "end"}
+    starts = [(task_id, at, fence) for _, at, event, _, task_id, fence, _ in rows if event == "start"]
+    return sorted((at, ends[task_id], fence or 0) for task_id, at, fence in starts if task_id in ends)
 
 
-def _intervals(rows: list[Row]) -> dict[str, list[tuple[float, float, int]]]:
-    """Per key the (start, end, fence) of its bodies, in order of starting."""
-    started: dict[str, tuple[str, float, int]] = {}
-    result: dict[str, list[tuple[float, float, int]]] = {}
-    for _, at, event, key, task_id, fence, _ in rows:
-        if event == "start":
-            started[task_id] = (key, at, fence or 0)
-        elif event == "end" and task_id in started:
-            _, since, number = started.pop(task_id)
-            result.setdefault(key, []).append((since, at, number))
-    return {key: sorted(spans) for key, spans in result.items()}
-
-
-def one_at_a_time(stage: Stage, title: str) -> list[Check]:
+def one_at_a_time(stage: Stage) -> list[Finding]:
     """24 tasks over 4 keys, 2 workers: one at a time per key, keys side by side"""
     keys = [f"invoice:{number}" for number in range(1, 5)]
     jobs = [stage.tasks.charge.apply_async((key, 0.12)) for _ in range(6) for key in keys]
-    stage.wait_for(
-        lambda: sum(len(stage.history(event="end", key=key)) for key in keys) == len(jobs), "all tasks ended"
-    )
-    spans = _intervals(stage.history())
-    overlaps = sum(
-        later[0] < earlier[1] for key in keys for earlier, later in zip(spans[key], spans[key][1:], strict=False)
-    )
-    moments = sorted(moment for key in keys for since, until, _ in spans[key] for moment in ((since, 1), (until, -1)))
-    running = most = 0
-    for _, change in moments:
-        running += change
-        most = max(most, running)
-    rising = all([one[2] for one in spans[key]] == sorted({one[2] for one in spans[key]}) for key in keys)
+    stage.wait_for(lambda: len(stage.history(event="end")) == len(jobs), "all tasks ended")
+    spans = [_intervals(stage.history(key=key)) for key in keys]
+    overlaps = sum(later[0] < earlier[1] for span in spans for earlier, later in pairwise(span))
+    bodies = [body for span in spans for body in span]
+    most = max((sum(since <= start < until for since, until, _ in bodies) for start, _, _ in bodies), default=0)
+    rising = all([fence for *_, fence in span] == sorted({fence for *_, fence in span}) for span in spans)
     return [
-        Check(title, "no two bodies of one key overlapped", overlaps == 0, f"{overlaps} overlaps in {len(jobs)} runs"),
-        Check(title, "bodies of different keys ran side by side", most >= 2, f"up to {most} at once"),
-        Check(title, "every grant of a key had a higher fence", rising, "strictly rising" if rising else "not rising"),
+        ("no two bodies of one key overlapped", overlaps == 0, f"{overlaps} overlaps in {len(jobs)} runs"),
+        ("bodies of different keys ran side by side", most >= 2, f"up to {most} at once"),
+        ("every grant of a key had a higher fence", rising, "strictly rising" if rising else "not rising"),
     ]
 
 
-def killed_in_mid_task(stage: Stage, title: str) -> list[Check]:
+def killed_in_mid_task(stage: Stage) -> list[Finding]:
     """A worker is killed with SIGKILL in mid task: the lock is taken over with a higher fence"""
     key = "invoice:killed"
     stage.tasks.charge.apply_async((key, 60), queue="A")
-    first = stage.wait_for(lambda: stage.history(event="start", key=key), "worker A started it")[0]
-    stage.a.kill()
+    stage.wait_for(lambda: stage.history(event="start", key=key), "worker A started it")
+    stage.a.stop()
     killed_at = time.monotonic()
     stage.view.say("worker A is killed, with everything that it runs")
     stage.tasks.charge.apply_async((key, 0.1), queue="B")
     stage.wait_for(lambda: stage.history(event="end", key=key), "worker B took over")
     took = time.monotonic() - killed_at
-    second = stage.history(event="start", key=key)[1]
     stage.a.start()
-    limit = stage.tasks.TTL + 5
-    fences = (first[5] or 0, second[5] or 0)
+    first, second = (row[5] or 0 for row in stage.history(event="start", key=key)[:2])
+    ttl = stage.tasks.TTL
     return [
-        Check(
-            title,
-            "another worker took the lock over soon after its ttl",
-            took < limit,
-            f"{took:.1f} s, ttl {stage.tasks.TTL:g} s",
-        ),
-        Check(title, "with a higher fence", fences[0] < fences[1], f"{fences[0]} then {fences[1]}"),
+        ("another worker took the lock over soon after its ttl", took < ttl + 5, f"{took:.1f} s, ttl {ttl:g} s"),
+        ("with a higher fence", first < second, f"{first} then {second}"),
     ]
 
 
-def frozen_past_its_ttl(stage: Stage, title: str) -> list[Check]:
+def frozen_past_its_ttl(stage: Stage) -> list[Finding]:
     """A worker is frozen with SIGSTOP past its ttl and wakes up late: the database refuses its write"""
     key = "account:joint"
     stage.conn.execute("INSERT INTO demo_accounts VALUES ('joint', 'nobody', 0)")
-    stage.wait_for(partial(_is_ready, stage.a, 2), "worker A is back")
+    stage.wait_for(lambda: stage.a.is_ready(times=2), "worker A is back")
     stage.tasks.pay_out.apply_async(("joint", 1.0), queue="A")
     stage.wait_for(lambda: stage.history(event="start", key=key), "worker A started it")
     stage.a.signal(signal.SIGSTOP)
@@ -211,34 +185,28 @@ def frozen_past_its_ttl(stage: Stage, title: str) -> list[Check]:
     stage.view.say("worker A wakes up and goes on where it was")
     stage.wait_for(lambda: stage.history(event="lost", key=key, worker="A"), "worker A tried to write")
     refused = stage.history(event="refused", key=key, worker="A")
-    row = stage.conn.execute("SELECT owner FROM demo_accounts WHERE name = 'joint'").fetchone()
-    owner = row[0] if row is not None else None
+    owner = stage.value("SELECT owner FROM demo_accounts WHERE name = 'joint'")
     return [
-        Check(title, "its late write with the old fence was refused", len(refused) == 1, f"{len(refused)} refused"),
-        Check(title, "its late fenced transaction did not commit", owner == "B!", f"the row is {owner!r}"),
+        ("its late write with the old fence was refused", len(refused) == 1, f"{len(refused)} refused"),
+        ("its late fenced transaction did not commit", owner == "B!", f"the row is {owner!r}"),
     ]
 
 
-def burst_of_duplicates(stage: Stage, title: str) -> list[Check]:
+def burst_of_duplicates(stage: Stage) -> list[Finding]:
     """20 copies of one import are published at once: one is queued"""
     path = "prices.csv"
     results = [stage.tasks.import_file.delay(path) for _ in range(20)]
     stage.wait_for(lambda: stage.history(event="end", key=path), "the import ended")
-    queued = [result for result in results if not result.duplicate]
-    ids = {result.id for result in results}
+    queued = sum(not result.duplicate for result in results)
+    ids = len({result.id for result in results})
     runs = len(stage.history(event="start", key=path))
     return [
-        Check(
-            title,
-            "one copy was queued, the others got its id",
-            len(queued) == 1 == len(ids),
-            f"{len(queued)} queued, {len(ids)} id",
-        ),
-        Check(title, "the import ran once", runs == 1, f"{runs} runs"),
+        ("one copy was queued, the others got its id", queued == 1 == ids, f"{queued} queued, {ids} id"),
+        ("the import ran once", runs == 1, f"{runs} runs"),
     ]
 
 
-def delivered_twice(stage: Stage, title: str) -> list[Check]:
+def delivered_twice(stage: Stage) -> list[Finding]:
     """10 bookings, each message delivered twice: one effect each"""
     names = [f"booking:{number}" for number in range(10)]
     before = stage.waiting_messages()
@@ -250,45 +218,31 @@ def delivered_twice(stage: Stage, title: str) -> list[Check]:
     stage.wait_for(lambda: stage.waiting_messages() <= before, "the second copies were consumed too")
     rows: dict[str, int] = dict(stage.conn.execute("SELECT name, count FROM demo_effects").fetchall())
     exact = sum(rows.get(name) == 1 for name in names)
-    return [Check(title, "every booking took effect exactly once", exact == len(names), f"{exact} of {len(names)}")]
+    return [("every booking took effect exactly once", exact == len(names), f"{exact} of {len(names)}")]
 
 
-def two_beats(stage: Stage, title: str) -> list[Check]:
+def two_beats(stage: Stage) -> list[Finding]:
     """Two beats run, the leader is killed: the other one leads within its ttl, and no slot is sent twice"""
-    beats = [stage.node(f"beat-{name}", ["beat", "-S", "syncguard", "-l", "INFO", "--pidfile="]) for name in "XY"]
-    for beat in beats:
-        beat.start()
+    options = ["beat", "-S", "syncguard", "-l", "INFO", "--pidfile="]
+    beats = [stage.start_node(f"beat-{name}", options) for name in "XY"]
     stage.wait_for(lambda: len(stage.history(event="tick")) >= 3, "the leader sends")
-    row = stage.conn.execute("SELECT holder FROM syncguard_locks WHERE key LIKE '%leader%'").fetchone()
-    holder = row[0] if row is not None else ""
+    holder = stage.value("SELECT holder FROM syncguard_locks WHERE key LIKE '%leader%'") or ""
     standby, leader = sorted(beats, key=lambda beat: holder.endswith(f"pid {beat.pid}"))
-    leader.kill()
+    leader.stop()
     killed_at = time.monotonic()
     stage.view.say(f"{leader.name}, the leader, is killed")
     before = len(stage.history(event="tick"))
     stage.wait_for(lambda: len(stage.history(event="tick")) >= before + 3, "the other one leads and sends")
     took = time.monotonic() - killed_at
-    standby.kill()
-    sent = stage.conn.execute(
-        "SELECT task_id, due_at FROM syncguard_beat_slots WHERE sent_at IS NOT NULL ORDER BY due_at"
-    ).fetchall()
+    standby.stop()
+    sent = stage.value("SELECT count(*) FROM syncguard_beat_slots WHERE sent_at IS NOT NULL")
     terms = stage.conn.execute("SELECT term FROM syncguard_beat_terms ORDER BY elected_at").fetchall()
     ran = [row[4] for row in stage.history(event="tick")]
-    limit = stage.tasks.TTL + 6
+    ttl = stage.tasks.TTL
     return [
-        Check(title, "no slot was sent twice", len(set(ran)) == len(ran), f"{len(ran)} ticks of {len(sent)} slots"),
-        Check(
-            title,
-            "the other beat took over",
-            took < limit,
-            f"{took:.1f} s to its third tick, ttl {stage.tasks.TTL:g} s",
-        ),
-        Check(
-            title,
-            "every term has a higher number",
-            terms == sorted(set(terms)) and len(terms) == 2,
-            f"{len(terms)} terms",
-        ),
+        ("no slot was sent twice", len(set(ran)) == len(ran), f"{len(ran)} ticks of {sent} slots"),
+        ("the other beat took over", took < ttl + 6, f"{took:.1f} s to its third tick, ttl {ttl:g} s"),
+        ("every term has a higher number", terms == sorted(set(terms)) and len(terms) == 2, f"{len(terms)} terms"),
     ]
 
 

@@ -26,7 +26,7 @@ class View:
         print(f"\n== {title}", flush=True)
 
     def say(self, text: str) -> None:
-        print(f"   {text}", flush=True)
+        self.event("", "", text, None)
 
     def event(self, worker: str, event: str, key: str, fence: int | None) -> None:
         print(f"   {worker:>4} {event:<9} {key}" + (f"  fence {fence}" if fence is not None else ""), flush=True)
@@ -50,7 +50,7 @@ class LiveView(View):
         self._mutex = threading.Lock()
         self._title = "starting PostgreSQL, Valkey and two workers"
         self._lines: deque[tuple[str, str, str, str]] = deque(maxlen=14)
-        self._live = Live(self._table(), console=self._console, refresh_per_second=8)
+        self._live = Live(self._events(), console=self._console, refresh_per_second=8)
 
     def __enter__(self) -> View:
         self._live.__enter__()
@@ -59,47 +59,36 @@ class LiveView(View):
     def __exit__(self, *details: Any) -> None:
         self._live.__exit__(*details)
 
-    def _table(self) -> Any:
-        from rich.table import Table
-
-        table = Table(title=self._title, title_justify="left", expand=True)
-        for name in ("worker", "event", "key", "fence"):
-            table.add_column(name)
+    def _events(self) -> Any:
+        table = _table(self._title, "worker", "event", "key", "fence", expand=True)
         styles = {"refused": "bold red", "lost": "bold red", "killed": "red", "frozen": "cyan", "end": "green"}
-        for worker, event, key, fence in self._lines:
-            table.add_row(worker, event, key, fence, style=styles.get(event, ""))
+        for line in self._lines:
+            table.add_row(*line, style=styles.get(line[1], ""))
         return table
-
-    def _update(self) -> None:
-        self._live.update(self._table())
 
     def scene(self, title: str) -> None:
         with self._mutex:
             self._title = title
             self._lines.clear()
-            self._update()
-
-    def say(self, text: str) -> None:
-        with self._mutex:
-            self._lines.append(("", "", text, ""))
-            self._update()
+            self._live.update(self._events())
 
     def event(self, worker: str, event: str, key: str, fence: int | None) -> None:
         with self._mutex:
             self._lines.append((worker, event, key, "" if fence is None else str(fence)))
-            self._update()
+            self._live.update(self._events())
 
     def show_checks(self, checks: Sequence[Check]) -> None:
-        from rich.table import Table
-
-        table = Table(title="what the history says", title_justify="left")
-        for name in ("", "check", "found"):
-            table.add_column(name)
+        table = _table("what the history says", "", "check", "found")
         for check in checks:
-            table.add_row(
-                "✓" if check.held else "✗", check.statement, check.found, style="" if check.held else "bold red"
-            )
+            mark, style = ("✓", "") if check.held else ("✗", "bold red")
+            table.add_row(mark, check.statement, check.found, style=style)
         self._console.print(table)
+
+
+def _table(title: str, *columns: str, **options: Any) -> Any:
+    from rich.table import Table
+
+    return Table(*columns, title=title, title_justify="left", **options)
 
 
 def make_view() -> View:

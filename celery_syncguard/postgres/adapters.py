@@ -1,17 +1,11 @@
-"""A caller's connection: run our SQL inside a transaction that belongs to somebody else.
+"""A caller's connection: run our SQL inside the caller's own transaction, whichever library the connection comes from.
 
-``lease.fenced(conn)`` and the revision functions must share the fate of the caller's own writes, so they
-never open a connection; they take the one that the caller writes through. This module hides which library
-it comes from.
+`lease.fenced(conn)` and the revision functions must share the fate of the caller's writes, so they take the connection
+that the caller writes through. Nothing is committed or rolled back here, except by `Adapter.transaction`. A connection in
+autocommit without a transaction is refused before the first statement: our statement would be a transaction of its own.
+No library is imported to find out what an object is: who made the object has imported it.
 
-Invariants:
-
-- Nothing is committed or rolled back here, except by `Adapter.transaction`, which the caller asks for.
-- A connection in autocommit without a transaction is refused *before* the first statement: there our
-  statement would be a transaction of its own, and whatever it promises would end with it.
-- No library is imported to find out what an object is: whoever made the object has imported it already.
-
-Not here: pools and connections of our own (`pool`, `connection`).
+Not here: connections of our own (`pool`, `connection`).
 """
 
 from __future__ import annotations
@@ -64,16 +58,13 @@ class Adapter(ABC):
 
     @abstractmethod
     def in_transaction(self) -> bool:
-        """Whether the next statement is part of a transaction that the caller ends.
-
-        A connection that begins one implicitly at its first statement counts as being in it.
-        """
+        """Whether the next statement is, or begins, part of a transaction that the caller ends."""
 
     @abstractmethod
     def nests(self) -> bool:
-        """Whether a transaction is open already, so that `transaction` makes a savepoint in it.
+        """Whether a transaction is open, so that `transaction` makes a savepoint. No I/O.
 
-        Raises the library's own error where the library would refuse to open one. No I/O.
+        Raises the library's own error where the library would refuse to open one.
         """
 
     def in_test_case(self) -> bool:
@@ -82,11 +73,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def rows(self, query: str, params: Sequence[object] = ()) -> list[tuple[Any, ...]]:
-        """Run one statement with ``%s`` placeholders in the caller's transaction.
-
-        Returns its rows as plain tuples, or an empty list when it returns none. Errors of the caller's
-        library pass through unchanged.
-        """
+        """The rows of one statement with `%s` placeholders, as plain tuples. Errors of the caller's library pass unchanged."""
 
     @abstractmethod
     @contextmanager
@@ -94,7 +81,7 @@ class Adapter(ABC):
         """Open a transaction around the block, or a savepoint where `nests`."""
 
     def require_transaction(self, what: str) -> None:
-        """Raise `NotInTransaction`, naming ``what``, unless `in_transaction`. Sends no statement of ours."""
+        """Raise `NotInTransaction`, naming `what`, unless `in_transaction`."""
         if not self.in_transaction():
             raise NotInTransaction(
                 f"{what} takes part in your transaction, but this {self.kind} connection is in autocommit and has none; "
@@ -105,14 +92,14 @@ class Adapter(ABC):
 
 
 def adapter_for(conn: Any) -> Adapter:
-    """Return the `Adapter` for a connection of the caller's.
+    """The `Adapter` for a connection of the caller.
 
-    ``conn``: a psycopg ``Connection`` or ``Cursor``; a SQLAlchemy ``Connection``, ``Session`` or
-    ``scoped_session``; a Django connection (``django.db.connection``, ``connections[alias]``) or the alias
-    itself. An alias is accepted only in a process that uses Django.
+    Arguments:
+        conn: a psycopg `Connection` or `Cursor`; a SQLAlchemy `Connection`, `Session` or `scoped_session`; a Django
+            connection, or its alias in a process that uses Django.
 
-    Raises ``TypeError`` for anything else, for asyncio variants, for SQLAlchemy with another driver than psycopg or psycopg2,
-    and for a database that is not PostgreSQL.
+    Raises:
+        TypeError: anything else, as asyncio variants, other drivers of SQLAlchemy, and other databases.
     """
     psycopg = sys.modules.get("psycopg")
     if psycopg is not None:

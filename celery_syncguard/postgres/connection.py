@@ -1,12 +1,12 @@
 """One connection of this library's own to PostgreSQL: what it is opened with, and how a statement is sent on it.
 
-Connections are in autocommit, and prepare statements only where no pooler is in between.
+Connections are in autocommit, and prepare statements only where there is no pooler in between.
 
 No statement waits for ever: a server that hangs (frozen, or behind a network that drops packets) keeps its TCP connection
-alive, so the client itself stops waiting for an answer after a while. What is given up is cancelled: a server that only
-sees its client go away finishes what it does first, and a commit that waits for a standby waits for ever.
+alive, so the client stops waiting for an answer after a while. What is given up is cancelled: a server whose client only
+goes away finishes its statement first, and a commit that waits for a standby waits for ever.
 
-Not here: which server is connected to (`hosts`), how many there are and who gets one (`pool`), what is said to the server (`postgres`), and the caller's
+Not here: which server it leads to (`hosts`), how many there are (`pool`), what is said to it (`store`), and the caller's
 connections (`adapters`).
 """
 
@@ -49,8 +49,8 @@ _from_json = json.JSONDecoder().decode
 
 
 def connection_parameters(dsn: str, *, timeout: float) -> dict[str, Any]:
-    """The libpq parameters for `dsn`. `timeout` seconds are for the attempts at all its hosts, in equal parts of 2 s at least,
-    which is libpq's least; a `connect_timeout` in the dsn is for each host.
+    """The libpq parameters for `dsn`. `timeout` seconds are for all its hosts, in equal parts of at least 2 s, which is
+    libpq's minimum; a `connect_timeout` in the dsn is for each host.
 
     Raises:
         ImproperlyConfigured: the dsn is empty, or is no connection string. Its text is not repeated: it may hold a
@@ -133,7 +133,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         return psycopg_internals.wait(self, self._patient(gen), *args, **kwargs)
 
     def call(self, query: bytes, parameters: tuple[Any, ...]) -> Any:
-        """The value that a statement answers with as JSON, decoded. It has numbered places (`$1`) and one value.
+        """The one value of a statement with numbered places (`$1`), decoded from JSON.
 
         For the statements of every task: a cursor, which would look up how to convert each parameter and column, costs
         about twice as much CPU.
@@ -150,7 +150,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
             self.pgconn.send_query_prepared(name, texts)
             result = self._answer()
             if result.error_field(pq.DiagnosticField.SQLSTATE) == _NO_SUCH_STATEMENT:
-                # Nothing was executed. Somebody is in between after all.
+                # Nothing was executed. There is a pooler after all.
                 self._direct = False
                 name = None
         if name is None:
@@ -204,15 +204,14 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
             self._statements[query] = None
             return None
         if self._direct is None:
-            # A pooler that gives each transaction another server connection answers for none of them in particular: the
-            # process id that it told us is none of theirs.
+            # A pooler in transaction mode is not one server process: the process id that it told us is none of theirs.
             self.pgconn.send_query_params(b"select pg_backend_pid()", [])
             self._direct = self._answer().get_value(0, 0) == str(self.pgconn.backend_pid).encode()
         if not self._direct:
             return None
         name = self._statements[query]
         if name is None:
-            # A name that nobody else can have used, in case there is a pooler that looks like a server.
+            # A name that is used nowhere else, in case there is a pooler that looks like a server.
             name = b"syncguard_" + secrets.token_hex(8).encode()
             self.pgconn.send_prepare(name, query)
             if self._answer().status != pq.ExecStatus.COMMAND_OK:

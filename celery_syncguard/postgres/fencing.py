@@ -13,22 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from celery_syncguard.core.lease import Lease
+from celery_syncguard.core.store import LockStore
 from celery_syncguard.postgres.adapters import adapter_for
 
 __all__ = ["complete", "fenced_transaction", "prove"]
 
 
-class FencingStore(Protocol):
-    """The part of a store that speaks inside a caller's transaction."""
-
-    def fenced(self, conn: Any, *, key: str, lock_id: str, fence: int) -> bool: ...
-    def complete(self, conn: Any, *, run_key: str, task_id: str | None, ttl: float) -> bool: ...
-
-
-def prove(store: FencingStore, lease: Lease, conn: Any) -> None:
+def prove(store: LockStore, lease: Lease, conn: Any) -> None:
     """In the transaction open on `conn`: return if the lease is held, and keep it from being taken until the end.
 
     Raises:
@@ -44,7 +38,7 @@ def prove(store: FencingStore, lease: Lease, conn: Any) -> None:
 
 
 @contextmanager
-def fenced_transaction(store: FencingStore, lease: Lease, conn: Any) -> Iterator[None]:
+def fenced_transaction(store: LockStore, lease: Lease, conn: Any) -> Iterator[None]:
     """A transaction on `conn` that begins with `prove`. Where one is open, prove in that, then open a savepoint.
 
     Raises:
@@ -63,7 +57,7 @@ def fenced_transaction(store: FencingStore, lease: Lease, conn: Any) -> Iterator
         yield
 
 
-def complete(store: FencingStore, lease: Lease, conn: Any, *, run_key: str, task_id: str | None, ttl: float) -> bool:
+def complete(store: LockStore, lease: Lease, conn: Any, *, run_key: str, task_id: str | None, ttl: float) -> bool:
     """In the transaction open on `conn`: prove the lease, then remember `run_key` as done for `ttl` seconds.
 
     Returns false if it was remembered already.

@@ -38,12 +38,12 @@ LEFT_OVER = 2
 #: Seconds that it may take to tell the server again that they are to end, and seconds after which that is done again.
 _AGAIN, _AGAIN_AFTER = 0.5, 5.0
 
-#: Connections that belong to the parent of a fork end here, so that nobody's destructor closes its sockets.
+#: Connections that belong to the parent of a fork are kept here, so that no destructor closes its sockets.
 _inherited: list[PGconn] = []
 
 
 class Dial:
-    """One way through the hosts, as those see it who wait for its end."""
+    """One attempt to connect, host by host, for the threads that wait for it."""
 
     def __init__(self) -> None:
         self.started_at = clock.now()

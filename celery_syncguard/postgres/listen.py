@@ -1,7 +1,7 @@
-"""Hears releases: one LISTEN connection per process, only while somebody waits for a key.
+"""Hears releases: one LISTEN connection per process, only while a thread waits for a key.
 
 A waiter announces itself in the lock's row first (`syncguard_wait`); only then does the holder's release notify. So
-holders pay nothing while nobody waits. A notification is a hint: behind a pooler in transaction mode it never comes, and
+holders pay nothing while there is no waiter. A notification is a hint: behind a pooler in transaction mode it never comes, and
 the waiter's own timeout decides.
 """
 
@@ -16,31 +16,25 @@ from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
 from celery_syncguard.core.loop import Bell, Loop
 from celery_syncguard.postgres.connection import Connection
-from celery_syncguard.postgres.hosts import Hosts
-from celery_syncguard.postgres.pool import MAX_IDLE, Session
+from celery_syncguard.postgres.pool import MAX_IDLE, Kept
 
 __all__ = ["CHANNEL", "Listener"]
 
 CHANNEL = "syncguard_released"
 
-#: Seconds for which the listening thread blocks before it looks whether anybody is left.
+#: Seconds for which the listening thread blocks before it looks whether a waiter is left.
 _TURN = 0.5
 
 
 class Listener:
     """Lets threads wait for the release of a key."""
 
-    def __init__(self, hosts: Hosts, *, timeout: float) -> None:
-        self._hosts = hosts
-        self._timeout = timeout
+    def __init__(self, kept: Kept) -> None:
+        self._kept = kept
         self.forget()
 
     def forget(self) -> None:
         """After a fork (and at the start)."""
-        session: Session | None = getattr(self, "_session", None)
-        if session is not None:
-            session.forget()
-        self._session = Session(self._hosts, timeout=self._timeout)
         self._mutex = threading.Lock()
         self._waiters: dict[str, set[Bell]] = {}
         self._listening = Bell()
@@ -52,7 +46,7 @@ class Listener:
     def wait(self, key: str, timeout: float, announce: Callable[[], bool]) -> bool:
         """Wait for a notification about `key`, at most `timeout` seconds.
 
-        `announce` puts the waiter into the lock's row, and answers false if there is no lease to wait for.
+        `announce` puts the waiter into the lock's row, and returns false if there is no lease to wait for.
         """
         heard = Bell()
         with self._mutex:
@@ -76,7 +70,7 @@ class Listener:
     def _listen(self) -> float | None:
         try:
             # Not looked at before: what waits there is a notification, or else the next read says what is wrong.
-            with self._session.use(look=False) as conn:
+            with self._kept.use(look=False) as conn:
                 if conn is not self._heard_on:
                     self._listening.clear()
                     conn.execute(f"LISTEN {CHANNEL}")
@@ -102,10 +96,10 @@ class Listener:
                 self._listening.clear()
                 self._heard_on = None
                 self._deaf = False
-                self._session.close()
+                self._kept.close()
                 self._loop.stop(wait=False)
         return _TURN if self._deaf else 0.0
 
     def close(self) -> None:
         self._loop.stop()
-        self._session.close()
+        self._kept.close()

@@ -25,7 +25,7 @@ __all__ = ["Migration", "SchemaState", "check", "copyable_sql", "folder", "migra
 
 Connection: TypeAlias = psycopg.Connection[Any]
 
-#: Created before the first migration, by whoever runs it.
+#: Created before the first migration.
 _RECORDS = """\
 create table if not exists syncguard_migrations (
   name text primary key,
@@ -111,7 +111,7 @@ def migrate(conninfo: str, *, schema: str | None = None, warn: Callable[[str], o
 
     Arguments:
         schema: where our tables go; created if it is missing. None: the first of the search path.
-        warn: called with each line that a migration has for whoever runs it.
+        warn: called with each warning of a migration.
 
     Raises:
         SchemaBehind: an applied migration's text differs from ours, or an object that a pending one makes is there.
@@ -138,9 +138,7 @@ def migrate(conninfo: str, *, schema: str | None = None, warn: Callable[[str], o
                 if row is not None:
                     _apply(conn, migration, describe_dsn(conninfo))
                     done.append(migration.name)
-        found = state(conn, schema=schema)
-    if not found.ready:
-        raise SchemaBehind(_complaint(found, describe_dsn(conninfo)))
+        check(conn, schema=schema, where=describe_dsn(conninfo))
     return done
 
 

@@ -1,11 +1,12 @@
 """This library's own connections to PostgreSQL: few, opened when first needed, closed when idle, one set per process.
 
-Two kinds. `Pool` lends connections to whoever acquires and releases (psycopg_pool does the lending). `Session` is one
-connection for one thread's standing work: the listener's, and the renewer's while the pool has none to spare, so that
-renewals never queue behind tasks. After a fork both are abandoned without being closed, because the socket is the
+`Connections.lend` is the one way to get one. Work waits in a queue for the pool's connections (psycopg_pool lends them).
+A renewal never queues: it takes one of the pool's that is spare, otherwise the one that is reserved for renewals. So a
+process that runs one task at a time has one connection, as its task does not use it while the body runs. The listener
+keeps a connection of its own. After a fork all of them are abandoned without being closed, because the sockets are the
 parent's too.
 
-Not here: a single connection (`connection`), which server it leads to (`hosts`), and what is said to the server (`postgres`).
+Not here: a single connection (`connection`), which server it leads to (`hosts`), and what is said to it (`store`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from celery_syncguard.postgres import psycopg_internals
 from celery_syncguard.postgres.connection import Connection
 from celery_syncguard.postgres.hosts import Dial, Hosts
 
-__all__ = ["Pool", "Session"]
+__all__ = ["Connections", "Kept"]
 
-#: Seconds for which a function of ours may wait for a row on the server (its lock_timeout), before it answers.
+#: Seconds for which a function of ours may wait for a row on the server (its lock_timeout) before it returns.
 LOCK_TIMEOUT = 2.0
 
 #: Seconds for which a thread queues for a connection, as long as others get theirs.
@@ -36,7 +37,7 @@ LONGEST_QUEUE = 60.0
 #: Seconds that it takes to open a connection to a server that answers.
 _MOMENT = 0.1
 
-#: Seconds within which a statement has an answer or is given up, beside the timeout and its wait for a row.
+#: Seconds until a statement is answered or given up, beside the timeout and its wait for a row.
 _GIVING_UP = 3.0
 
 #: Seconds after which an unused connection may be closed.
@@ -45,20 +46,22 @@ MAX_IDLE = 30.0
 #: Of psycopg's pool.
 _NAME = "syncguard"
 
-#: Inherited connections end here, so that nobody's destructor closes a socket that the parent still uses.
+#: Inherited connections are kept here, so that no destructor closes a socket that the parent still uses.
 _abandoned: list[Any] = []
 
 
 psycopg_internals.quieten_pool(_NAME, Connection)
 
 
-class Pool:
-    """Lends connections, at most `size` at a time."""
+class Connections:
+    """Lends connections: at most `size` for work, one reserved for renewals, and those that others keep."""
 
     def __init__(self, hosts: Hosts, *, size: int, timeout: float) -> None:
         self._hosts = hosts
         self._size = size
         self._timeout = timeout
+        self._kept: list[Kept] = []
+        self.reserved = self.keep()
         self._mutex = threading.Lock()
         self._pool: psycopg_pool.ConnectionPool[Connection] | None = None
         self._last_error: Exception | None = None
@@ -69,31 +72,37 @@ class Pool:
         self.returned_at = -math.inf
         self._closed = False
 
-    def connection(self) -> AbstractContextManager[Connection]:
-        """Borrow a connection. A broken one is thrown away afterwards.
+    def lend(self, *, renewal: bool = False) -> AbstractContextManager[Connection]:
+        """A connection for as long as a `with` lasts. A broken one is thrown away afterwards.
 
         Raises:
-            StoreUnavailable: none was to be had in time.
+            StoreUnavailable: no connection was available in time.
+            psycopg.Error: the connection for a renewal cannot be opened.
         """
-        return _Loan(self, self._pool or self._open())
+        return self._for_renewal() if renewal else _Loan(self, self._pool or self._open())
+
+    def keep(self) -> Kept:
+        """A place for one connection that its owner keeps between uses."""
+        kept = Kept(self._hosts, timeout=self._timeout)
+        self._kept.append(kept)
+        return kept
 
     @contextmanager
-    def spare(self) -> Iterator[Connection | None]:
-        """Borrow a connection that nobody needs just now. None if all are in use, none is to be had in a moment, or the
-        one that was idle broke meanwhile.
-        """
+    def _for_renewal(self) -> Iterator[Connection]:
         pool, conn = self._pool, None
         if pool is not None and len(self.lent) < self._size:
+            # A task may be quicker between the look and the request.
             with suppress(psycopg_pool.PoolTimeout, psycopg_pool.PoolClosed):
                 conn = pool.getconn(timeout=_MOMENT)
-        if pool is None or conn is None:
-            yield None
-            return
-        with _Loan(self, pool, conn):
-            if not conn.usable:
-                # Whoever breaks idle connections may break the pool's next one before the next renewal, too.
+        if pool is not None and conn is not None:
+            with _Loan(self, pool, conn):
+                if conn.usable:
+                    yield conn
+                    return
+                # What broke this idle connection may break the pool's next one before the next renewal, too.
                 conn.close()
-            yield None if conn.closed else conn
+        with self.reserved.use() as conn:
+            yield conn
 
     def borrow(self, pool: psycopg_pool.ConnectionPool[Connection]) -> Connection:
         started_at = clock.now()
@@ -131,8 +140,8 @@ class Pool:
         return f"all {self._size} connections of this process are in use (syncguard_pool_size leaves one for renewals)"
 
     def _give_up_at(self, started_at: float) -> float:
-        # The timeout is for a server that does not answer. Where it does, a long queue moves, and whoever gave up and
-        # came back would only make it longer.
+        # The timeout is for a server that does not answer. Where it does, a long queue moves, and a thread that gave up
+        # and came back would only make it longer.
         give_up_at = max(started_at, min(self.returned_at, started_at + LONGEST_QUEUE)) + self._timeout
         dial = self._dial
         if dial is None:
@@ -195,11 +204,15 @@ class Pool:
         self._pool = None
         self.lent = set()
         self._mutex = threading.Lock()
+        for kept in self._kept:
+            kept.forget()
 
     def close(self) -> None:
         with self._mutex:
             self._closed = True
             pool, self._pool = self._pool, None
+        for kept in self._kept:
+            kept.close()
         if pool is not None:
             pool.close(timeout=1.0)
 
@@ -210,40 +223,51 @@ class _Loan:
     __slots__ = ("_conn", "_lender", "_pool")
 
     def __init__(
-        self, lender: Pool, pool: psycopg_pool.ConnectionPool[Connection], conn: Connection | None = None
+        self, lender: Connections, pool: psycopg_pool.ConnectionPool[Connection], conn: Connection | None = None
     ) -> None:
         self._lender = lender
         self._pool = pool
         self._conn = conn
 
     def __enter__(self) -> Connection:
-        conn = self._conn
-        if conn is None:
-            conn = self._conn = self._lender.borrow(self._pool)
-        self._lender.lent.add(conn)
-        self._lender.lent_at = clock.now()
+        try:
+            conn = self._conn
+            if conn is None:
+                conn = self._conn = self._lender.borrow(self._pool)
+            self._lender.lent.add(conn)
+            self._lender.lent_at = clock.now()
+        except BaseException:
+            # One that came into this thread after the connection did.
+            if self._conn is not None:
+                self._return(self._conn)
+            raise
         return conn
 
     def __exit__(self, _: object, exc: BaseException | None, *__: object) -> None:
         conn = self._conn
         assert conn is not None
-        self._lender.lent.discard(conn)
         try:
             if isinstance(exc, psycopg.errors.ReadOnlySqlTransaction):
-                # Perhaps a standby, while another host of the dsn is the primary. Said before the pool hears that this one is
+                # Perhaps a standby, while another host of the dsn is the primary. Before the pool is told that this one is
                 # closed, as it makes the next one at once.
                 self._lender._hosts.mistrust()  # noqa: SLF001 - its own
                 conn.close()
             if conn.active:  # an exception came into this thread in the middle of a statement
                 conn.abandon()
         finally:
+            self._return(conn)
+
+    def _return(self, conn: Connection) -> None:
+        try:
+            self._lender.lent.discard(conn)
             if not conn.closed:
                 self._lender.returned_at = clock.now()
+        finally:
             self._pool.putconn(conn)
 
 
-class Session:
-    """One connection for one standing task. `use()` gives it to one thread at a time."""
+class Kept:
+    """One connection for one standing purpose. `use` gives it to one thread at a time."""
 
     def __init__(self, hosts: Hosts, *, timeout: float) -> None:
         self._hosts = hosts
@@ -257,8 +281,8 @@ class Session:
         """The connection, opened if need be; closed again if the block raises.
 
         Arguments:
-            look: whether one that has something to say unasked is thrown away first, as it is the server's goodbye. Not
-                for a connection that listens.
+            look: replace one on which the server has said something unasked, as that is its goodbye. Not for a connection
+                that listens.
 
         Raises:
             psycopg.Error: it cannot be opened.
@@ -271,7 +295,9 @@ class Session:
                 self._conn.patience = self._timeout + LOCK_TIMEOUT
             try:
                 yield self._conn
-            except BaseException:
+            except BaseException as exc:
+                if isinstance(exc, psycopg.errors.ReadOnlySqlTransaction):
+                    self._hosts.mistrust()
                 self._drop()
                 raise
             self._used_at = clock.now()

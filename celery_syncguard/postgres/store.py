@@ -1,25 +1,21 @@
 """The PostgreSQL store: one SQL function per operation (migrations), one round trip and one commit each.
 
 A statement is repeated on a fresh connection when its connection broke or the server was restarting, for `timeout`
-seconds in all. That is safe because every operation may be repeated: an acquire with the same lock_id answers with the
-same grant. Errors become facts: what cannot be asked is `StoreUnavailable`, what lacks our functions is `SchemaBehind`,
-and so is a wait that hit the lock_timeout: it says nothing about who holds.
+seconds in all. That is safe because every operation may be repeated: an acquire with the same lock_id returns the same
+grant.
 
-Not here: connections (`connection`, `pool`), waiting for a release (`listen`), the text of the functions (`migrations/`).
+Not here: connections (`connection`, `pool`), what an error means (`facts`), waiting for a release (`listen`), the text of
+the functions (`migrations/`).
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from typing import Any, TypeVar
-
-import psycopg
-from psycopg import errors as pg
-from psycopg import sql
 
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
@@ -37,12 +33,13 @@ from celery_syncguard.core.store import (
     Release,
     Renewal,
 )
-from celery_syncguard.errors import InvalidKey, LeaseNotVisible, SchemaBehind, StoreUnavailable, SyncGuardError
-from celery_syncguard.postgres.adapters import InSavepoint, adapter_for
-from celery_syncguard.postgres.connection import Connection, connection_parameters, describe_dsn, in_statement_mode
+from celery_syncguard.errors import StoreUnavailable, SyncGuardError
+from celery_syncguard.postgres.adapters import adapter_for
+from celery_syncguard.postgres.connection import Connection, connection_parameters, describe_dsn
+from celery_syncguard.postgres.facts import PLACE, Busy, Facts, fact_of_caller, may_pass, not_visible
 from celery_syncguard.postgres.hosts import Hosts
 from celery_syncguard.postgres.listen import Listener
-from celery_syncguard.postgres.pool import Pool, Session
+from celery_syncguard.postgres.pool import Connections
 
 __all__ = ["PostgresStore"]
 
@@ -51,7 +48,7 @@ T = TypeVar("T")
 #: Fences from here on work, but the counter of that key has been tampered with or a clock was far in the future.
 WARN_FENCE = 90_000_000_000_000
 
-#: With numbered places for `Connection.call`, others for a cursor.
+#: With numbered places for `Connection.call`, with %s for a cursor, ours or the caller's.
 _QUERIES = {
     "acquire": "select to_json({}syncguard_acquire($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13))",
     "renew": "select lock_id, expires_at_ms from {}syncguard_renew(%s, %s, %s)",
@@ -60,7 +57,7 @@ _QUERIES = {
     "list": "select * from {}syncguard_list(%s, %s)",
     "prune": "select to_json({}syncguard_prune($1, $2))",
     "wait": "select to_json({}syncguard_wait($1, $2))",
-    # Without waiting for the disk: its confirmation waits, before which nobody relies on it.
+    # Without waiting for the disk: its confirmation waits, and nothing relies on the claim before that.
     "claim": "select to_json(claim) from set_config('synchronous_commit', 'off', true), "
     "{}syncguard_claim($1, $2, $3, $4, $5, $6) as claim",
     "confirm": "select to_json({}syncguard_confirm($1, $2, $3))",
@@ -69,43 +66,9 @@ _QUERIES = {
     "complete": "select {}syncguard_complete(%s, %s, %s, %s)",
 }
 
-#: Which server, database and schema a connection leads to, for comparing and for people. Addresses differ by the way in.
-_PLACE = """
-select concat_ws('/', extract(epoch from pg_postmaster_start_time()), databases.oid, functions.pronamespace),
-    concat(
-        'database ', quote_ident(databases.datname),
-        ', schema ', functions.pronamespace::regnamespace,
-        ', at ', coalesce(host(inet_server_addr()), 'the local socket'), ':', current_setting('port')
-    ),
-    current_setting('transaction_isolation')
-from pg_database as databases
-left join pg_proc as functions on functions.oid = to_regprocedure(%s)
-where databases.datname = current_database()
-"""
 
-#: The connection is gone or of no use, or the server is going down, coming up or full: another one may work.
-_TRANSIENT = (psycopg.OperationalError, psycopg.InterfaceError, pg.SerializationFailure, pg.DeadlockDetected)
-
-#: Operational errors that another connection would only meet again.
-_FINAL = (
-    pg.LockNotAvailable,
-    pg.QueryCanceled,
-    pg.InvalidPassword,
-    pg.InvalidAuthorizationSpecification,
-    pg.ProtocolViolation,
-)
-
-_MISSING = (pg.UndefinedFunction, pg.UndefinedTable, pg.UndefinedColumn, pg.InvalidSchemaName)
-
-
-class _Busy(StoreUnavailable):
-    """A wait for a row on the server came to its bound, the lock_timeout."""
-
-    busy = True
-
-
-def _ms(seconds: float) -> int:
-    return max(1, round(seconds * 1000))
+def _ms(seconds: float | None) -> int | None:
+    return None if seconds is None else max(1, round(seconds * 1000))
 
 
 def _instant(ms: int) -> datetime:
@@ -134,10 +97,16 @@ class PostgresStore:
         self.schema = schema
         self.timeout = timeout
         self._hosts = Hosts(connection_parameters(dsn, timeout=timeout))
-        self._pool = Pool(self._hosts, size=pool_size - 1, timeout=timeout)
-        self._standing = Session(self._hosts, timeout=timeout)
-        self._listener = Listener(self._hosts, timeout=timeout)
-        self._queries: dict[str, bytes] = {}
+        self._connections = Connections(self._hosts, size=pool_size - 1, timeout=timeout)
+        self._facts = Facts(dsn, schema)
+        self._listener = Listener(self._connections.keep())
+        # Quoted here and not by psycopg, as some are sent on the caller's connection.
+        self._prefix = "" if schema is None else '"' + schema.replace('"', '""') + '".'
+        # In a query with %s, a % of the schema's name would be read as a placeholder.
+        escaped = self._prefix.replace("%", "%%")
+        self._queries = {
+            name: query.format(escaped if "%s" in query else self._prefix).encode() for name, query in _QUERIES.items()
+        }
         forget_in_children(self)
 
     def __repr__(self) -> str:
@@ -157,17 +126,17 @@ class PostgresStore:
             request.run_keys or None,
             request.max_deaths,
             request.claim_key,
-            None if request.claim_ttl is None else _ms(request.claim_ttl),
+            _ms(request.claim_ttl),
             request.call_id,
-            None if request.claim_wait is None else _ms(request.claim_wait),
+            _ms(request.claim_wait),
         )
-        # Not counted from here: a busy process may queue for a connection for longer than a ttl. But from the first time,
-        # because a request that is repeated is answered with the same grant.
+        # A deadline does not count from here: a busy process may queue for a connection for longer than a ttl. But from the
+        # first time it is sent, because a repeated request returns the same grant.
         sent: list[float] = []
 
         def ask(conn: Connection) -> Any:
             sent.append(clock.now())
-            return conn.call(self._query("acquire", conn), parameters)
+            return conn.call(self._queries["acquire"], parameters)
 
         row = self.run(ask)
         outcome, now_ms, fence = row["outcome"], row["now_ms"], row["fence"]
@@ -175,21 +144,9 @@ class PostgresStore:
         if outcome == "granted":
             if fence >= WARN_FENCE:
                 logger.warning("the fence counter of %r is at %d: was a server clock far ahead?", request.key, fence)
-            return Grant(
-                key=request.key,
-                lock_id=row["lock_id"],
-                fence=fence,
-                acquired_at=_instant(acquired),
-                expires_at=_instant(expires),
-                sent_at=sent[0],
-            )
+            return Grant(request.key, row["lock_id"], fence, _instant(acquired), _instant(expires), sent_at=sent[0])
         if outcome == "done":
-            return Done(
-                run_key=row["run_key"],
-                task_id=row["task_id"],
-                age=(now_ms - acquired) / 1000,
-                fingerprint=row["fingerprint"],
-            )
+            return Done(row["run_key"], row["task_id"], (now_ms - acquired) / 1000, row["fingerprint"])
         if outcome == "dead":
             return Dead(deaths=row["deaths"], of_task=row["task_id"] is not None)
         return Held(
@@ -211,41 +168,31 @@ class PostgresStore:
             [_ms(one.ttl) for one in renewals],
         )
         try:
-            with self._facts(), self._renewing() as conn:
-                rows = conn.execute(self._query("renew", conn), parameters).fetchall()
-        except _Busy:
+            with self._facts, self._connections.lend(renewal=True) as conn:
+                rows = conn.execute(self._queries["renew"], parameters).fetchall()
+        except Busy:
             return {one.lock_id: None for one in renewals}
         answer: dict[str, bool | None] = {}
         for lock_id, expires in rows:
             answer[lock_id] = True if expires is not None else answer.get(lock_id)
         return answer
 
-    @contextmanager
-    def _renewing(self) -> Iterator[Connection]:
-        # A process that runs one task at a time has nothing to do on its connection while the body runs.
-        with self._pool.spare() as conn:
-            if conn is not None:
-                yield conn
-                return
-        with self._standing.use() as conn:
-            yield conn
-
     def release(self, release: Release) -> bool:
         parameters = (
             release.key,
             release.lock_id,
-            None if release.min_hold is None else _ms(release.min_hold),
+            _ms(release.min_hold),
             release.task_id,
             release.run_key,
-            None if release.run_ttl is None else _ms(release.run_ttl),
+            _ms(release.run_ttl),
             release.claim_key,
             release.attempt_done,
             release.fingerprint,
         )
         try:
             return bool(self._call("release", parameters))
-        except _Busy as exc:
-            raise _Busy(
+        except Busy as exc:
+            raise Busy(
                 f"the lock row of {release.key!r} is locked by another transaction: one that called fenced() and has not "
                 f"ended, or a renewal whose commit waits"
             ) from exc
@@ -254,6 +201,7 @@ class PostgresStore:
         return Buried(**self._call("release_process", (process,)))
 
     def locks(self, key: str | None = None, *, limit: int | None = None) -> list[LockRow]:
+        rows = self.run(lambda conn: conn.execute(self._queries["list"], (key, limit)).fetchall())
         return [
             LockRow(
                 key=name,
@@ -267,9 +215,7 @@ class PostgresStore:
                 task_id=task_id,
                 attempt=attempt,
             )
-            for name, lock_id, fence, acquired, expires, now_ms, holder, task_id, attempt in self._all(
-                "list", (key, limit)
-            )
+            for name, lock_id, fence, acquired, expires, now_ms, holder, task_id, attempt in rows
         ]
 
     def prune(self, *, older: float, counters: bool = False) -> Pruned:
@@ -281,8 +227,8 @@ class PostgresStore:
 
         try:
             return self._listener.wait(key, timeout, ask)
-        except _Busy:
-            # The holder's row is in use: it is held as before, and nobody could tell its release that we wait.
+        except Busy:
+            # The holder's row is in use: it is held as before, and its release could not be asked to tell us.
             return False
 
     # Claims
@@ -320,7 +266,17 @@ class PostgresStore:
     def fenced(self, conn: Any, *, key: str, lock_id: str, fence: int) -> bool:
         if self._in_caller(conn, "fenced", (key, lock_id, fence, adapter_for(conn).in_test_case())):
             return True
-        self._refuse_if_alive_elsewhere(conn, key, lock_id)
+        # It may be alive where the caller's connection does not see it.
+        function = f"{self._prefix}syncguard_fenced(text, text, bigint, boolean)"
+        try:
+            if all(row.lock_id != lock_id for row in self.locks(key)):
+                return False
+            there = self.run(lambda own: own.execute(PLACE, (function,)).fetchall())[0]
+        except SyncGuardError:
+            return False  # nothing contradicts the caller's connection
+        unseen = not_visible(key, here=adapter_for(conn).rows(PLACE, (function,))[0], there=there)
+        if unseen is not None:
+            raise unseen
         return False
 
     def complete(
@@ -328,83 +284,34 @@ class PostgresStore:
     ) -> bool:
         return bool(self._in_caller(conn, "complete", (run_key, task_id, _ms(ttl), fingerprint)))
 
-    def _refuse_if_alive_elsewhere(self, conn: Any, key: str, lock_id: str) -> None:
-        """Raise `LeaseNotVisible` if the caller's connection misses a lease that is alive in our database."""
-        function = f"{self._prefix()}syncguard_fenced(text, text, bigint, boolean)"
-        try:
-            if all(row.lock_id != lock_id for row in self.locks(key)):
-                return
-            where, there, _ = self.run(lambda own: own.execute(_PLACE, (function,)).fetchall())[0]
-        except SyncGuardError:
-            return  # nobody contradicts the caller's connection
-        looked_at, here, isolation = adapter_for(conn).rows(_PLACE, (function,))[0]
-        if looked_at != where:
-            raise LeaseNotVisible(
-                f"the lease on {key!r} is alive in {there}, but this connection leads to {here}: fence a connection to the "
-                f"database in which the locks live, or let syncguard_dsn lead to the other",
-                key=key,
-                here=here,
-                there=there,
-            )
-        if isolation != "read committed":
-            raise LeaseNotVisible(
-                f"the lease on {key!r} is alive, but this {isolation} transaction is older than the lease: "
-                f"roll back, and call lease.fenced() first in a new one",
-                key=key,
-                here=here,
-                there=there,
-            )
-
-    def _prefix(self) -> str:
-        return "" if self.schema is None else '"' + self.schema.replace('"', '""') + '".'
-
     def _in_caller(self, conn: Any, name: str, parameters: tuple[Any, ...]) -> Any:
-        # The caller's driver may be psycopg2 or Django's, so the schema is quoted here and not by psycopg.
-        prefix = self._prefix().replace("%", "%%")
+        adapter = adapter_for(conn)
         try:
-            return adapter_for(conn).rows(_QUERIES[name].format(prefix), parameters)[0][0]
+            return adapter.rows(self._queries[name].decode(), parameters)[0][0]
         except Exception as exc:
-            if _sqlstate(exc) == "SG004":
-                raise InSavepoint(
-                    f"the lease on {parameters[0]!r} is proved inside a savepoint first (a block in an open transaction is one), "
-                    f"and a rollback to it would end the proof: call lease.fenced(connection) once in the transaction, before "
-                    f"its first savepoint, or use lease.transaction(connection) in place of that savepoint",
-                    key=parameters[0],
-                    what="lease.fenced()",
-                    kind=adapter_for(conn).kind,
-                ) from exc
-            if name == "fenced" and _sqlstate(exc) == pg.LockNotAvailable.sqlstate:
-                raise StoreUnavailable(
-                    f"the lock row of {parameters[0]!r} is locked by another transaction: roll back and try again"
-                ) from exc
-            if "syncguard_" in str(exc) and "does not exist" in str(exc):
-                raise SchemaBehind(
-                    f"this connection does not see syncguard_{name}(): lease.{name}() needs a connection to the "
-                    f"database in which the locks live ({describe_dsn(self.dsn)}), with our schema on its search path "
-                    f"or named by syncguard_schema"
-                ) from exc
-            raise
+            ours = fact_of_caller(exc, name, key=parameters[0], kind=adapter.kind, dsn=self.dsn)
+            if ours is None:
+                raise
+            raise ours from exc
 
     # Life
 
     def idle(self) -> float | None:
-        """Close the standing connection if it is idle; seconds until that is due, or None."""
-        return self._standing.close_if_idle()
+        """Close the connection reserved for renewals if it is idle; seconds until that is due, or None."""
+        return self._connections.reserved.close_if_idle()
 
     def connection(self) -> AbstractContextManager[Connection]:
-        """A connection of the pool, for statements that are not operations on locks (`doctor`, beat)."""
-        return self._pool.connection()
+        """A connection for statements that are not operations on locks (`doctor`, beat)."""
+        return self._connections.lend()
 
     def forget(self) -> None:
         self._hosts.forget()
-        self._pool.forget()
-        self._standing.forget()
+        self._connections.forget()
         self._listener.forget()
 
     def close(self) -> None:
         self._listener.close()
-        self._standing.close()
-        self._pool.close()
+        self._connections.close()
 
     # One statement
 
@@ -422,102 +329,18 @@ class PostgresStore:
         sent = False
         while True:
             try:
-                with self._facts(), self._pool.connection() as conn:
+                with self._facts, self._connections.lend() as conn:
                     sent = True
                     return work(conn)
             except StoreUnavailable as exc:
                 left = give_up_at - clock.now()
                 # Where the server answered that it did not, an attempt before that may have.
                 exc.sent = sent and not (exc.busy and attempt == 0)
-                if not isinstance(exc.__cause__, _TRANSIENT) or isinstance(exc.__cause__, _FINAL) or left <= 0:
+                if not may_pass(exc.__cause__) or left <= 0:
                     raise
                 if attempt:
                     threading.Event().wait(min(left, random.uniform(0.01, 0.05 * 2 ** min(attempt, 5))))
                 attempt += 1
 
     def _call(self, name: str, parameters: tuple[Any, ...]) -> Any:
-        return self.run(lambda conn: conn.call(self._query(name, conn), parameters))
-
-    def _all(self, name: str, parameters: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        return self.run(lambda conn: conn.execute(self._query(name, conn), parameters).fetchall())
-
-    def _query(self, name: str, conn: Connection) -> bytes:
-        query = self._queries.get(name)
-        if query is None:
-            prefix = "" if self.schema is None else (sql.Identifier(self.schema) + sql.SQL(".")).as_string(conn)
-            text = _QUERIES[name]
-            if "%s" in text:
-                # A % in the schema's name would be read as a placeholder.
-                prefix = prefix.replace("%", "%%")
-            query = self._queries[name] = text.format(prefix).encode()
-        return query
-
-    def _facts(self) -> _Facts:
-        return _Facts(self)
-
-
-class _Facts:
-    """Turns psycopg's errors into ours."""
-
-    __slots__ = ("_store",)
-
-    def __init__(self, store: PostgresStore) -> None:
-        self._store = store
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, traceback: Any) -> None:
-        if not isinstance(exc, psycopg.Error):
-            return
-        if isinstance(exc, pg.ReadOnlySqlTransaction):
-            self._store._hosts.mistrust()  # noqa: SLF001 - its own
-        raise fact(exc, dsn=self._store.dsn, schema=self._store.schema) from exc
-
-
-def _sqlstate(exc: BaseException | None) -> str | None:
-    """Of an error of the caller's driver, or of what wraps it."""
-    while exc is not None:
-        state = getattr(exc, "sqlstate", None) or getattr(exc, "pgcode", None)
-        if state:
-            return str(state)
-        exc = exc.__cause__
-    return None
-
-
-def fact(exc: psycopg.Error, *, dsn: str, schema: str | None) -> SyncGuardError:
-    """Our error for psycopg's: what happened, where, and what to do about it."""
-    where = describe_dsn(dsn)
-    text = " ".join((exc.diag.message_primary or str(exc)).split())
-    if isinstance(exc, pg.LockNotAvailable):
-        return _Busy(
-            f"{where}: what we wait for is locked by another transaction, one that does not end or whose commit waits for "
-            f"a standby (see pg_stat_activity): {text}"
-        )
-    if isinstance(exc, _MISSING):
-        place = f"schema {schema!r} of {where}" if schema else where
-        return SchemaBehind(f"{place} lacks syncguard's tables or functions ({text}): run `celery syncguard migrate`")
-    if isinstance(exc, pg.ProgramLimitExceeded) and exc.diag.context is None:
-        # Not from inside a function of ours, so it was the commit. Repeated, the release sees that the queue is full.
-        return StoreUnavailable(f"{where}: {text}: a session that listens stands still in a transaction")
-    if isinstance(exc, (psycopg.DataError, pg.ProgramLimitExceeded)):
-        # Time does not cure it, and a task that came back with it would come back for ever.
-        return InvalidKey(f"{where} cannot store this key, holder or task id: {text}")
-    if isinstance(exc, pg.InsufficientPrivilege):
-        return StoreUnavailable(
-            f"{where}: {text}. Grant the worker's role what it needs: GRANT USAGE ON SCHEMA {schema or 'public'}, and "
-            f"SELECT, INSERT, UPDATE, DELETE ON the syncguard_* tables there; `celery syncguard doctor` prints the GRANT "
-            f"that is missing"
-        )
-    if isinstance(exc, pg.ReadOnlySqlTransaction):
-        return StoreUnavailable(
-            f"{where} is read-only (a standby, default_transaction_read_only, or a pooler that sends us to a standby): {text}"
-        )
-    if in_statement_mode(exc):
-        return StoreUnavailable(
-            f"{where} is a pooler in statement mode, where no lock can be proved in a transaction: set pool_mode = "
-            f"transaction, or point syncguard_dsn past the pooler"
-        )
-    if exc.sqlstate == "SG001":
-        return SyncGuardError(f"{where}: {text}: the counter of this key has left its range and must be repaired")
-    return StoreUnavailable(f"{where}: {text}")
+        return self.run(lambda conn: conn.call(self._queries[name], parameters))

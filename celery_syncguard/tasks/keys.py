@@ -26,14 +26,13 @@ _ENTRIES = {"lock_key": ("key", "lock_key"), "dedup_key": ("claim", "claim_key")
 class TaskKeys:
     """The options of one task class, with its templates parsed."""
 
-    __slots__ = ("_entries", "_parameters", "_templates", "body", "options")
+    __slots__ = ("_parameters", "_templates", "body", "options")
 
     def __init__(self, options: TaskOptions, signature: inspect.Signature, body: Any) -> None:
         self.options = options
         #: What `run` was.
         self.body = body
         self._parameters = Parameters(signature)
-        self._entries = self._entries_of(options)
         self._templates = {
             (name, text): Template(text, self._parameters, what=name)
             for name in _ENTRIES
@@ -75,46 +74,34 @@ class TaskKeys:
                 for name, value in portable(carried).items()
                 if not (name in _ENTRIES and isinstance(value, str))
             }
-        serializer: str | None = None
-        dumped: tuple[Sequence[Any], Mapping[str, Any]] | None = None
-        for name, entry, attribute, source in self._entries if options is self.options else self._entries_of(options):
-            if getattr(header, attribute) is not None and name not in overrides:
-                continue
-            if dumped is None:
-                dump = getattr(task, "_dump_pydantic_arguments", None)
-                serializer = header.serializer or task.serializer or task.app.conf.task_serializer
-                plain_args, plain_kwargs = dump(args, kwargs) if dump is not None else (args, kwargs)
-                dumped = as_sent(plain_args, plain_kwargs, serializer)
-            new[attribute] = self._key(task, name, source, *dumped, serializer=serializer)
-            if entry != "key" and source is not True:
-                new["fingerprint"] = fingerprint(self._parameters, *dumped)
-            if name in overrides and entry not in header.given:
-                new["given"] = (*new.get("given", header.given), entry)
+        missing = [
+            (name, entry, attribute, source)
+            for name, (entry, attribute) in _ENTRIES.items()
+            # run_once=True goes by the task's id.
+            if (source := getattr(options, name)) and not (name == "run_once" and source is True)
+            if name in overrides or getattr(header, attribute) is None
+        ]
+        if missing:
+            serializer = header.serializer or task.serializer or task.app.conf.task_serializer
+            if (dump := getattr(task, "_dump_pydantic_arguments", None)) is not None:
+                args, kwargs = dump(args, kwargs)
+            args, kwargs = as_sent(args, kwargs, serializer)
+            for name, entry, attribute, source in missing:
+                new[attribute] = self._key(task, name, source, args, kwargs, serializer)
+                if entry != "key" and source is not True:
+                    new["fingerprint"] = fingerprint(self._parameters, args, kwargs)
+                if name in overrides and entry not in header.given:
+                    new["given"] = (*new.get("given", header.given), entry)
         if new:
             header = header._replace(**new)
         if "lock_max_deaths" in overrides and not (header.lock_key or header.run_key or options.run_once):
             raise ImproperlyConfigured("apply_async: lock_max_deaths needs a task with a lock_key or run_once")
         return header, options
 
-    @staticmethod
-    def _entries_of(options: TaskOptions) -> list[tuple[str, str, str, Any]]:
-        """Option, header's entry and attribute, and source of each key that is made from the arguments."""
-        entries = [(name, *entry, getattr(options, name)) for name, entry in _ENTRIES.items()]
-        # run_once=True goes by the task's id.
-        return [one for one in entries if one[3] and not (one[0] == "run_once" and one[3] is True)]
-
-    def _key(
-        self,
-        task: Any,
-        name: str,
-        source: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        serializer: str | None,
+    def _key(  # noqa: PLR0917 - of one caller
+        self, task: Any, name: str, source: Any, args: Sequence[Any], kwargs: Mapping[str, Any], serializer: str
     ) -> str:
         if source is True:
-            assert serializer is not None  # `complete` has found it
             return arguments_key(task.name, serializer, self._parameters.bind(args, kwargs))
         if isinstance(source, str):
             template = self._templates.get((name, source)) or Template(source, self._parameters, what=name)

@@ -53,17 +53,17 @@ class OptionDefaults:
     lock_wait: ClassVar[Seconds] = 0.0
     """Seconds to wait in the worker for a held lock, before `lock_on_held` applies."""
     lock_on_held: ClassVar[OnHeld] = "retry"
-    """"retry" comes back later, "skip" ends as SKIPPED, "raise" fails with LockHeld."""
+    """When the lock is held: "retry" comes back later, "skip" ends as SKIPPED, "raise" fails with LockHeld."""
     lock_retry_delay: ClassVar[RetryDelay] = (1.0, 60.0)
     """Lower and upper bound, in seconds, of the random wait before a task comes back; or the lower one only."""
     lock_on_lost: ClassVar[OnLost] = "interrupt"
-    """"interrupt" raises LeaseLost inside the body; "continue" leaves it to `self.lease.check()`."""
+    """When the lease is lost: "interrupt" raises LeaseLost inside the body; "continue" leaves it to `self.lease.check()`."""
     lock_on_unavailable: ClassVar[OnUnavailable] = "retry"
     """When PostgreSQL does not answer: "retry" comes back later, "raise" fails, "run" runs unlocked."""
     lock_min_hold: ClassVar[Seconds] = 0.0
     """Seconds, from the acquire, for which the key stays taken after a shorter task."""
     lock_max_deaths: ClassVar[int] = 5
-    """A task that held its lock in so many processes that died in a row is failed with TooManyDeaths."""
+    """After so many deaths in a row of the process that ran it under its lock, a task fails with TooManyDeaths."""
     dedup_key: Key | bool = None
     """A template, a callable, or True for the task's name and arguments: work that is queued or running is not queued again."""
     dedup_until: ClassVar[Until] = "done"
@@ -71,7 +71,7 @@ class OptionDefaults:
     dedup_ttl: ClassVar[Seconds] = 3600.0
     """Seconds that a claim lasts at most, also when its message is lost."""
     dedup_on_duplicate: ClassVar[OnDuplicate] = "return"
-    """"return" the existing task's result, whose `.duplicate` is true, or "raise" DuplicateTask."""
+    """For a duplicate: "return" the existing task's result, whose `.duplicate` is true, or "raise" DuplicateTask."""
     run_once: Key | bool = False
     """True (per task id), a template or a callable: completed work is remembered and not repeated."""
     run_once_ttl: ClassVar[Seconds] = 7 * _DAY

@@ -5,11 +5,11 @@ from statistics import median
 
 import pytest
 
+from tests.acceptance.apps.beat_entries import SCHEDULE_VARIABLE
 from tests.acceptance.beat_chaos import ENTRIES, TTL, Chaos, takeovers
-from tests.acceptance.tasks_of_beat import SCHEDULE_VARIABLE
 from tests.fixtures import soak
 
-MODULE = "tests.acceptance.tasks_of_beat"
+MODULE = "tests.acceptance.apps.beat_entries"
 ENVIRONMENT = {SCHEDULE_VARIABLE: json.dumps(ENTRIES)}
 
 

@@ -24,14 +24,14 @@ import psycopg
 import pytest
 
 from celery_syncguard import SyncGuard
+from tests.acceptance.apps.beat_entries import SCHEDULE_VARIABLE
 from tests.acceptance.inbox import Inbox
-from tests.acceptance.tasks_of_beat import SCHEDULE_VARIABLE
 from tests.fixtures import gate
 from tests.fixtures.cluster import CONF_VARIABLE
 from tests.fixtures.polling import poll
 from tests.fixtures.proxy import Proxy
 
-MODULE = "tests.acceptance.tasks_of_beat"
+MODULE = "tests.acceptance.apps.beat_entries"
 TTL = 3.0
 #: What a busy machine may add.
 SLACK = 4.0
@@ -575,7 +575,7 @@ def test_after_a_broker_outage_of_a_minute_sends_resume_and_missed_slots_follow_
             "select coalesce(max(extract(epoch from clock_timestamp() - failing_since)), 0) from syncguard_beat_terms"
         )
         poll(lambda: ask(pg_dsn, failing) > 60, timeout=120, interval=0.5)
-        poll(lambda: "cannot send" in healthy(setup), interval=0.5)
+        poll(lambda: "not been able to send" in healthy(setup), interval=0.5)
         private_broker.server.start()
         poll(lambda: healthy(setup) == "", timeout=40, interval=0.5)
         inbox.wait_for(2, entry="lazy")

@@ -9,16 +9,16 @@ from datetime import timedelta
 import psycopg
 import pytest
 
+from tests.acceptance.apps.beat_entries import SCHEDULE_VARIABLE
 from tests.acceptance.inbox import Inbox
-from tests.acceptance.tasks_of_beat import SCHEDULE_VARIABLE
 from tests.fixtures.cluster import ROOT
 from tests.fixtures.polling import poll
 
 TTL = 3.0
 #: Seconds within which django-celery-beat's edits are to be seen, and what a busy machine may add.
 INTERVAL, SLACK = 1.0, 4.0
-MODULE = "tests.acceptance.tasks_of_beat"
-DJANGO = "tests.acceptance.tasks_of_django_beat"
+MODULE = "tests.acceptance.apps.beat_entries"
+DJANGO = "tests.acceptance.apps.beat_django"
 
 
 def seconds_between(messages):

@@ -11,11 +11,11 @@ from celery import chain, chord, group
 from celery.exceptions import ChordError
 
 from celery_syncguard import SKIPPED, InvalidKey, LockHeld, Skipped
-from tests.acceptance.test_retries import NOTHING, rows_left
 from tests.fixtures.cluster import ROOT
+from tests.fixtures.leftovers import NOTHING, rows_left
 from tests.fixtures.polling import poll
 
-MODULE = "tests.acceptance.apps.locks_canvas"
+MODULE = "tests.acceptance.apps.canvas_steps"
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import time
 import pytest
 
 from celery_syncguard import SyncGuard
-from tests.acceptance.test_retries import NOTHING, rows_left
 from tests.fixtures import soak
+from tests.fixtures.leftovers import NOTHING, rows_left
 from tests.fixtures.polling import poll
 
-MODULE = "tests.acceptance.apps.held_bodies"
+MODULE = "tests.acceptance.apps.coming_back"
 
 
 @pytest.mark.both_brokers

@@ -9,10 +9,10 @@ import pytest
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
 
 from celery_syncguard import SyncGuard, TooManyDeaths
-from tests.acceptance.test_retries import NOTHING, rows_left
+from tests.fixtures.leftovers import NOTHING, rows_left
 from tests.fixtures.polling import poll
 
-MODULE = "tests.acceptance.apps.locks_bodies"
+MODULE = "tests.acceptance.apps.dying"
 
 #: How a child dies by itself. `memory limit`: memory is refused to it (RLIMIT_AS) inside C code, which crashes. When a
 #: machine or a cgroup runs short of memory, the kernel sends SIGKILL instead, at a moment of its choice: that is

@@ -18,7 +18,7 @@ from celery_syncguard.tasks import claims as claims_module
 from tests.fixtures.cluster import ROOT
 from tests.fixtures.polling import poll
 
-MODULE = "tests.acceptance.apps.dedup_tasks"
+MODULE = "tests.acceptance.apps.deduplicated"
 
 
 @pytest.fixture

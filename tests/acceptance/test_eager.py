@@ -5,10 +5,10 @@ import threading
 import pytest
 
 from celery_syncguard import SKIPPED, LockHeld, NoLease, SyncGuard
-from tests.acceptance.test_retries import NOTHING, rows_left
+from tests.fixtures.leftovers import NOTHING, rows_left
 from tests.fixtures.polling import poll
 
-MODULE = "tests.acceptance.apps.eager_bodies"
+MODULE = "tests.acceptance.apps.nested"
 
 
 @pytest.fixture

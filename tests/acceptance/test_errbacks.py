@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.acceptance.test_retries import NOTHING, rows_left
 from tests.fixtures.history import overlaps
+from tests.fixtures.leftovers import NOTHING, rows_left
 from tests.fixtures.polling import poll
 
 MODULE = "tests.acceptance.apps.errbacks"

@@ -12,7 +12,7 @@ from celery_syncguard.tasks import app_state
 from tests.fixtures import soak
 from tests.fixtures.polling import poll
 
-MODULE = "tests.acceptance.apps.fencing_counter"
+MODULE = "tests.acceptance.apps.fenced_counter"
 
 pytestmark = pytest.mark.slow
 

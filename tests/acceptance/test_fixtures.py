@@ -14,7 +14,7 @@ from tests.fixtures.cluster import ROOT
 from tests.fixtures.history import Event, overlaps
 from tests.fixtures.polling import poll
 
-MODULE = "tests.acceptance.tasks_of_fixtures"
+MODULE = "tests.acceptance.apps.gated"
 
 
 @pytest.fixture

@@ -9,19 +9,12 @@ import psutil
 import psycopg
 import pytest
 
-from celery_syncguard import SyncGuard
 from tests.fixtures import gate
 from tests.fixtures.polling import poll
 
-APP = "tests.acceptance.apps.pools_bodies"
+APP = "tests.acceptance.apps.holding"
 TTL = 2  # of the bodies there
 VISIBILITY = 1
-
-
-@pytest.fixture
-def guard(pg_dsn):
-    with SyncGuard(pg_dsn) as one:
-        yield one
 
 
 def test_a_killed_group_frees_its_lock_at_the_ttl(celery_setup, broker, pg_dsn, history, guard):

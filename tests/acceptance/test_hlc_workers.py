@@ -15,7 +15,7 @@ from celery import chain, chord, group, signals
 from celery_syncguard.hlc import decode, encode
 from tests.fixtures.cluster import ROOT
 
-MODULE = "tests.acceptance.tasks_of_hlc"
+MODULE = "tests.acceptance.apps.clocks"
 HOUR = 3600
 OFFSETS = (0, -HOUR / 2, HOUR / 2, -HOUR / 4)  # seconds; the two furthest apart differ by an hour
 

@@ -4,22 +4,16 @@ import time
 
 import pytest
 
-from celery_syncguard import LeaseLost, SyncGuard
+from celery_syncguard import LeaseLost
 from tests.fixtures import gate
 from tests.fixtures.polling import poll
 
-APP = "tests.acceptance.apps.pools_bodies"
+APP = "tests.acceptance.apps.interrupted"
 POOLS = pytest.mark.parametrize(
     ("broker", "pool"),
     [("redis", "prefork"), ("rabbitmq", "solo"), ("redis", "threads"), ("rabbitmq", "gevent")],
     indirect=["broker"],
 )
-
-
-@pytest.fixture
-def guard(pg_dsn):
-    with SyncGuard(pg_dsn) as one:
-        yield one
 
 
 def take_away(guard, key):

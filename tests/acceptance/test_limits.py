@@ -5,10 +5,10 @@ import pytest
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
 
 from celery_syncguard import SyncGuard
-from tests.acceptance.test_retries import NOTHING, rows_left
+from tests.fixtures.leftovers import NOTHING, rows_left
 from tests.fixtures.polling import poll
 
-MODULE = "tests.acceptance.apps.locks_bodies"
+MODULE = "tests.acceptance.apps.working"
 
 
 def test_what_ends_a_task_from_outside_ends_its_lock_and_its_claim(celery_setup, broker, pg_dsn, history):
@@ -113,7 +113,7 @@ def test_a_soft_limit_also_ends_the_wait_for_a_lock(celery_setup, broker, pg_dsn
     setup = celery_setup(MODULE)
     setup.start_worker(concurrency=1)
     with SyncGuard(pg_dsn) as guard, guard.hold("a"):
-        waiting = setup.module.retry_in_wait.apply_async(["a", "name", 0], soft_time_limit=1)
+        waiting = setup.module.work_in_wait.apply_async(["a", "name"], soft_time_limit=1)
         with pytest.raises(SoftTimeLimitExceeded):
             waiting.get(timeout=30)
     assert setup.module.work.delay("a").get(timeout=30) == "a"

@@ -3,10 +3,10 @@
 import pytest
 
 from celery_syncguard import SyncGuard
-from tests.acceptance.test_retries import NOTHING, rows_left
+from tests.fixtures.leftovers import NOTHING, rows_left
 from tests.fixtures.polling import poll
 
-MODULE = "tests.acceptance.apps.overrides_bodies"
+MODULE = "tests.acceptance.apps.overridden"
 SHAPES = (
     "silent",
     "flask",

@@ -8,14 +8,7 @@ import pytest
 from celery_syncguard import SyncGuard
 from tests.fixtures.polling import poll
 
-APP = "tests.acceptance.apps.pools_bodies"
-
-
-@pytest.fixture
-def guard(pg_dsn):
-    """Not through the pooler: it sees what is in the tables."""
-    with SyncGuard(pg_dsn) as one:
-        yield one
+APP = "tests.acceptance.apps.holding"
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.fixtures import soak
 from tests.fixtures.cluster import ROOT
 from tests.fixtures.polling import poll
 
-APP = "tests.acceptance.apps.pools_bodies"
+APP = "tests.acceptance.apps.holding"
 
 OURS = "select count(*) from pg_stat_activity where datname = current_database() and application_name = %s"
 
@@ -142,7 +142,7 @@ def test_leases_held_at_once_in_a_pool_of_threads_have_no_threads_of_their_own(c
 def test_memory_and_threads_stay_flat_over_very_many_tasks_half_of_which_fail():
     """Nothing keeps a request, an exception or a lease. A program of its own, since memory is a process's."""
     count = soak.rounds(20_000, soak=100_000)
-    command = [sys.executable, "-m", "tests.acceptance.apps.pools_many", str(count)]
+    command = [sys.executable, "-m", "tests.acceptance.apps.many_tasks", str(count)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr[-2000:]
     seen = json.loads(done.stdout.splitlines()[-1])

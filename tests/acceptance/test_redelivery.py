@@ -10,12 +10,12 @@ from datetime import datetime, timedelta, timezone
 import pytest
 from celery import Celery
 
-from tests.acceptance.test_retries import NOTHING, rows_left
+from tests.fixtures.leftovers import NOTHING, rows_left
 from tests.fixtures.polling import poll
 
 pytestmark = pytest.mark.usefixtures("redelivered")
 
-MODULE = "tests.acceptance.apps.locks_bodies"
+MODULE = "tests.acceptance.apps.working"
 ANSWERED = "another delivery of this attempt ended"
 
 

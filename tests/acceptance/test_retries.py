@@ -2,25 +2,14 @@
 
 import time
 
-import psycopg
 import pytest
 from celery import chord, group
 
 from celery_syncguard import SyncGuard
+from tests.fixtures.leftovers import NOTHING, rows_left
 from tests.fixtures.polling import poll
 
-MODULE = "tests.acceptance.apps.locks_bodies"
-
-
-def rows_left(dsn):
-    with psycopg.connect(dsn) as connection:
-        return {
-            table: connection.execute(f"select count(*) from syncguard_{table}").fetchone()[0]
-            for table in ("locks", "claims", "deaths")
-        }
-
-
-NOTHING = {"locks": 0, "claims": 0, "deaths": 0}
+MODULE = "tests.acceptance.apps.retrying"
 
 
 @pytest.mark.both_brokers

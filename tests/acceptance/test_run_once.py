@@ -12,7 +12,7 @@ from celery_syncguard.tasks import app_state
 from tests.fixtures import soak
 from tests.fixtures.polling import poll
 
-MODULE = "tests.acceptance.apps.dedup_run_once"
+MODULE = "tests.acceptance.apps.run_once"
 
 
 #: For Redis; RabbitMQ needs no such thing, and gets no such option.

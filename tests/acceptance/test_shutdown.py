@@ -7,12 +7,11 @@ import time
 
 import pytest
 
-from celery_syncguard import SyncGuard
 from tests.fixtures import gate
 from tests.fixtures.polling import poll
 
-APP = "tests.acceptance.apps.pools_bodies"
-LONG_LEASES = "tests.acceptance.apps.locks_bodies"
+APP = "tests.acceptance.apps.holding"
+LONG_LEASES = "tests.acceptance.apps.working"
 WITHOUT_US = "tests.acceptance.apps.without_us"
 
 
@@ -25,12 +24,6 @@ def with_pools(*pools):
 #: Seconds that a busy machine may need on top of the second that we are allowed. What is ours of that is measured beside
 #: a worker that has nothing of ours, see the last test.
 LEEWAY = 9
-
-
-@pytest.fixture
-def guard(pg_dsn):
-    with SyncGuard(pg_dsn) as one:
-        yield one
 
 
 def start_holding(setup, history, pool):

@@ -5,17 +5,11 @@ import re
 import pytest
 from celery import states
 
-from celery_syncguard import LeaseLost, SyncGuard
+from celery_syncguard import LeaseLost
 from tests.fixtures import gate
 from tests.fixtures.polling import poll
 
-MODULE = "tests.acceptance.apps.locks_signals"
-
-
-@pytest.fixture
-def guard(pg_dsn):
-    with SyncGuard(pg_dsn) as one:
-        yield one
+MODULE = "tests.acceptance.apps.signals_heard"
 
 
 def heard(history, key):

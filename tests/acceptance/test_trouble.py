@@ -13,7 +13,7 @@ from tests.fixtures.history import History
 from tests.fixtures.polling import poll
 from tests.fixtures.servers import PostgresServer
 
-APP = "tests.acceptance.apps.pools_bodies"
+APP = "tests.acceptance.apps.holding"
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from celery_syncguard.postgres import migrate
 from tests.fixtures.cluster import ROOT
 from tests.fixtures.servers import free_port
 
-MODULE = "tests.acceptance.apps.locks_bodies"
+MODULE = "tests.acceptance.apps.working"
 ONE_BROKER = pytest.mark.parametrize("broker", ["redis"], indirect=True)
 
 EX_CONFIG = 78

@@ -581,7 +581,7 @@ def lead_by_settings():
             one.close()
     from celery_syncguard.beat.django_schedule import SeesEdits
 
-    both = vars(slot_sender._SlotSending).keys() & vars(SeesEdits).keys()
+    both = vars(slot_sender.SendsSlots).keys() & vars(SeesEdits).keys()
     seen["names of both"] = [name for name in both if not name.startswith("__")]
     return seen
 

@@ -4,7 +4,6 @@ import pytest
 from celery import Celery
 from django.conf import settings
 
-from celery_syncguard import SyncGuard
 from celery_syncguard.tasks import app_state
 
 # Django can be configured once per process: for all of these tests in the same way, whichever comes first.
@@ -13,13 +12,6 @@ settings.configure(
     INSTALLED_APPS=[],
     USE_TZ=True,
 )
-
-
-@pytest.fixture
-def guard(pg_dsn):
-    """On a database of this test's own, by the direct way."""
-    with SyncGuard(pg_dsn) as guard:
-        yield guard
 
 
 @pytest.fixture(params=["memory", "postgresql"])

@@ -335,7 +335,7 @@ def test_a_soft_time_limit_in_the_middle_of_a_release_does_not_leave_the_lock_to
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
 def test_a_chord_ends_though_the_step_before_a_group_in_its_header_was_skipped(celery_setup, broker, pg_dsn, history):
     """The group was counted as a part of its own, so one part came too many and the body never ran."""
-    setup = celery_setup("tests.acceptance.apps.locks_canvas")
+    setup = celery_setup("tests.acceptance.apps.canvas_steps")
     setup.start_worker(pool="threads", concurrency=4)
     step, plain, collect = setup.module.step, setup.module.plain, setup.module.collect
 

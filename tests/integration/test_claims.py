@@ -130,6 +130,7 @@ def test_of_fifty_processes_that_publish_at_once_one_publishes_and_all_learn_its
     assert row == (rounds + 1, 3_600_000), "not every claim was confirmed"
 
 
+@pytest.mark.slow
 def test_processes_that_look_before_they_claim_publish_more_than_once(pg_dsn):
     """The negative control."""
     answers = race(

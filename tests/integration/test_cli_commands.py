@@ -112,7 +112,7 @@ def test_release_asks_and_releases_only_the_lease_that_was_named(pg_dsn):
         assert (other.exit_code, "held by another lease" in other.output) == (1, True)
         declined = run(pg_dsn, "release", "a", "--lock-id", lease.lock_id, typed="n\n")
         assert declined.exit_code == 1
-        assert "a is held by me since" in declined.output
+        assert "a has been held by me for" in declined.output
         assert guard.inspect("a") is not None
         agreed = run(pg_dsn, "release", "a", "--lock-id", lease.lock_id, typed="y\n")
         assert agreed.exit_code == 0
@@ -128,7 +128,7 @@ def test_step_down_asks_and_ends_the_term_that_was_shown(pg_dsn):
         lease = leadership.elect(timeout=10)
         declined = run(pg_dsn, "step-down", typed="n\n")
         assert declined.exit_code == 1
-        assert f"beat 1 leads beat, term {int(lease.fence)}, since" in declined.output
+        assert f"beat 1 leads beat, term {int(lease.fence)}, for" in declined.output
         assert leadership.leading
         agreed = run(pg_dsn, "step-down", typed="y\n")
         assert agreed.output.endswith(f"ended term {int(lease.fence)} of beat 1\n")
@@ -249,7 +249,6 @@ def test_doctor_says_if_the_tasks_cannot_be_imported(pg_dsn):
 
 
 def test_doctor_knows_a_pooler_in_transaction_mode_from_a_direct_connection(pg_dsn, pgbouncer_dsn):
-    """Case 87."""
     assert checks_of(pg_dsn)["pooler"].status == "ok"
     behind = checks_of(pgbouncer_dsn)
     assert behind["pooler"].status == "warn"

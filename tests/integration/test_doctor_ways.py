@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from celery_syncguard import SyncGuard, errors
-from celery_syncguard.cli import doctor
+from celery_syncguard.cli import doctor, server_checks
 from celery_syncguard.cli.doctor import examine
 from celery_syncguard.core.config import Settings
 from celery_syncguard.postgres import migrate
@@ -38,7 +38,7 @@ def test_a_host_that_takes_clients_and_then_fails_them_is_told_and_the_others_ar
     pg_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a pooler that has lost its server."""
-    real, asked = doctor._value, []
+    real, asked = doctor.value, []
 
     def value(conn: Any, query: str, *rest: Any) -> Any:
         asked.append(query)
@@ -46,7 +46,7 @@ def test_a_host_that_takes_clients_and_then_fails_them_is_told_and_the_others_ar
             raise psycopg.OperationalError("server login failed")
         return real(conn, query, *rest)
 
-    monkeypatch.setattr(doctor, "_value", value)
+    monkeypatch.setattr(doctor, "value", value)
     facts = psycopg.conninfo.conninfo_to_dict(pg_dsn)
     found = list(examine(Settings(dsn=pg_dsn.replace("@", f"@{facts['host']}:{facts['port']},", 1))))
     hosts = [(one.status, one.message) for one in found if one.name.startswith("host")]
@@ -92,7 +92,7 @@ class Session:
 
 def test_a_pooler_that_balances_is_known_by_where_its_reads_go() -> None:
     balanced: Any = [Session(1, 2), Session(3, 4)]
-    check = doctor._pooler(balanced)
-    assert (check.status, "pgpool" in check.message) == ("warn", True)
+    status, message, _ = server_checks._pooler(server_checks.Server(balanced, Settings(), "here"))
+    assert (status, "pgpool" in message) == ("warn", True)
     direct: Any = [Session(1, 1), Session(3, 3)]
-    assert doctor._pooler(direct).status == "ok"
+    assert server_checks._pooler(server_checks.Server(direct, Settings(), "here"))[0] == "ok"

@@ -148,7 +148,7 @@ def test_a_statement_that_an_exception_cut_off_is_cancelled_too(private_pg: Any,
             conn.pgconn.send_query(b"select pg_sleep(60)")
             raise SoftLimit
         poll(lambda: private_pg.execute(OURS + " and query like '%pg_sleep(60)%' and state = 'active'") == [(0,)])
-        with pytest.raises(SoftLimit), store._standing.use() as conn:
+        with pytest.raises(SoftLimit), store._connections.reserved.use() as conn:
             conn.pgconn.send_query(b"select pg_sleep(60)")
             raise SoftLimit
         poll(lambda: private_pg.execute(OURS + " and query like '%pg_sleep(60)%' and state = 'active'") == [(0,)])
@@ -205,7 +205,7 @@ def test_a_name_with_an_address_that_hangs_is_reached_by_its_next_one(
             started = clock.now()
             assert guard.try_acquire("k") is not None
             assert clock.now() - started > 1.5
-            guard.store._pool.close()  # type: ignore[attr-defined]
+            guard.store._connections.close()  # type: ignore[attr-defined]
             started = clock.now()
             guard.store._hosts.connect().close()  # type: ignore[attr-defined]
             assert clock.now() - started < 1

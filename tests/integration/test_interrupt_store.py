@@ -21,7 +21,7 @@ def test_a_connection_that_was_lost_to_an_exception_is_replaced(guard):
     """Else a process with one connection for its work would never get one again."""
     with guard.hold("a"):
         pass
-    lost = guard.store._pool._pool.getconn()
+    lost = guard.store._connections._pool.getconn()
     with pytest.raises(StoreUnavailable, match="lost its connection"):
         guard.try_acquire("b")
 
@@ -33,6 +33,43 @@ def test_a_connection_that_was_lost_to_an_exception_is_replaced(guard):
 
     assert poll(check, timeout=20).release()
     assert not lost.closed
+
+
+class Interrupted(Exception):
+    pass
+
+
+class RaisesOnce(set):
+    """Raises at the given step of a loan, once, as an exception does that comes into the thread there."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def add(self, conn):
+        super().add(conn)
+        self._strike("add")
+
+    def discard(self, conn):
+        super().discard(conn)
+        self._strike("discard")
+
+    def _strike(self, step):
+        if step == self.step:
+            self.step = None
+            raise Interrupted
+
+
+@pytest.mark.parametrize("step", ["add", "discard"])
+def test_an_exception_in_the_steps_of_a_loan_does_not_lose_the_connection(guard, step):
+    with guard.hold("a"):
+        pass
+    store = guard.store
+    store._connections.lent = RaisesOnce(step)
+    with pytest.raises(Interrupted), store.connection():
+        pass
+    assert store._connections.lent == set()
+    with store.connection() as conn:  # at once: it is the same one
+        assert conn.execute("select true").fetchone() == (True,)
 
 
 def test_exceptions_between_our_steps_leave_a_guard_that_works_and_no_lock(guard, monkeypatch):

@@ -163,7 +163,7 @@ def test_what_the_server_says_between_two_turns_does_not_make_the_listener_deaf(
     heard = threading.Event()
     listener._waiters["k"] = {heard}
     listener._listen()  # a turn of its thread, which is not started here
-    conn = listener._session._conn
+    conn = listener._kept._conn
     with psycopg.connect(pg_dsn, autocommit=True) as session:
         if between == "another key's release":
             session.execute("select pg_notify('syncguard_released', 'other')")
@@ -176,7 +176,7 @@ def test_what_the_server_says_between_two_turns_does_not_make_the_listener_deaf(
         session.execute("select pg_notify('syncguard_released', 'k')")
     listener._listen()
     assert heard.is_set(), "the listener is deaf"
-    assert (listener._session._conn is conn) == (between == "another key's release"), "a release cost the connection"
+    assert (listener._kept._conn is conn) == (between == "another key's release"), "a release cost the connection"
 
 
 def test_a_listener_whose_connection_was_opened_anew_listens_on_that(guard: SyncGuard, pg_dsn: str) -> None:
@@ -184,7 +184,7 @@ def test_a_listener_whose_connection_was_opened_anew_listens_on_that(guard: Sync
     heard = threading.Event()
     listener._waiters["k"] = {heard}
     listener._listen()
-    listener._session._conn.close()
+    listener._kept._conn.close()
     listener._listen()
     with psycopg.connect(pg_dsn, autocommit=True) as session:
         session.execute("select pg_notify('syncguard_released', 'k')")

@@ -10,7 +10,8 @@ import psycopg
 import pytest
 
 from celery_syncguard import SyncGuard
-from celery_syncguard.cli.doctor import examine, missing_grants
+from celery_syncguard.cli.doctor import examine
+from celery_syncguard.cli.server_checks import missing_grants
 from celery_syncguard.core.config import Settings
 from celery_syncguard.core.key import new_lock_id
 from celery_syncguard.core.process import process_id

@@ -341,15 +341,15 @@ def test_renewing_takes_the_tasks_connection_while_that_is_idle_and_another_whil
         store: Any = guard.store
         lease = acquire(guard)
         assert lease.renew() is True
-        assert store._standing._conn is None
+        assert store._connections.reserved._conn is None
         with store.connection():
             assert lease.renew() is True
-            assert store._standing._conn is not None
+            assert store._connections.reserved._conn is not None
             with pytest.raises(errors.StoreUnavailable, match="in use"):
                 guard.inspect("k")  # the control: this one queues
-        assert store._standing.close_if_idle(0.0) is None
+        assert store._connections.reserved.close_if_idle(0.0) is None
         assert lease.renew() is True
-        assert store._standing._conn is None
+        assert store._connections.reserved._conn is None
 
 
 def test_a_renewal_that_finds_the_tasks_connection_taken_after_all_takes_another(guard: SyncGuard) -> None:
@@ -357,9 +357,9 @@ def test_a_renewal_that_finds_the_tasks_connection_taken_after_all_takes_another
     store: Any = guard.store
     lease = acquire(guard)
     with store.connection():
-        store._pool.lent.clear()  # as it looked a moment ago
+        store._connections.lent.clear()  # as it looked a moment ago
         assert lease.renew() is True
-        assert store._standing._conn is not None
+        assert store._connections.reserved._conn is not None
 
 
 @pytest.mark.parametrize("connections", [0, 1])
@@ -368,12 +368,12 @@ def test_idle_connections_go_away(connections: int, guard: SyncGuard, monkeypatc
     lease = acquire(guard, ttl=30)
     with guard.store.connection():  # type: ignore[attr-defined] - the other one is busy
         lease.renew()
-    assert guard.store._standing._conn is not None  # type: ignore[attr-defined]
+    assert guard.store._connections.reserved._conn is not None  # type: ignore[attr-defined]
     if connections == 0:
-        assert guard.store._standing.close_if_idle(0.0) is None  # type: ignore[attr-defined]
-        assert guard.store._standing._conn is None  # type: ignore[attr-defined]
+        assert guard.store._connections.reserved.close_if_idle(0.0) is None  # type: ignore[attr-defined]
+        assert guard.store._connections.reserved._conn is None  # type: ignore[attr-defined]
     else:
-        assert guard.store._standing.close_if_idle() > 0  # type: ignore[attr-defined]
+        assert guard.store._connections.reserved.close_if_idle() > 0  # type: ignore[attr-defined]
     assert lease.renew() is True
 
 

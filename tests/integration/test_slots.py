@@ -11,7 +11,7 @@ from celery_syncguard import SyncGuard
 from celery_syncguard.beat.postgres_slots import open_slots
 from celery_syncguard.beat.slots import PRUNED_AT_MOST, Slot
 from celery_syncguard.core.config import Settings
-from celery_syncguard.core.leadership import leader_lock_key
+from celery_syncguard.core.leader_key import leader_lock_key
 from celery_syncguard.core.lease import Lease
 from celery_syncguard.core.store import Acquire, Release
 from celery_syncguard.errors import StoreUnavailable

@@ -124,7 +124,7 @@ def test_a_lease_that_the_other_client_took_over_can_do_nothing_and_its_holder_i
 
 
 def test_an_acquire_waits_while_the_other_client_is_between_its_read_and_its_write(pg_dsn):
-    """Case 28, the two clients stopped between snapshot and write."""
+    """The other client stands still there; without the wait, both would have the lock."""
     store = PostgresStore(pg_dsn)
     answers: list[object] = []
     with OtherClient(pg_dsn) as other:

@@ -16,11 +16,13 @@ from celery.schedules import crontab
 from kombu import Connection, Producer
 
 from celery_syncguard import signals
+from celery_syncguard.beat.inner_schedule import inner_class
 from celery_syncguard.beat.memory_slots import MemorySlots
-from celery_syncguard.beat.scheduler import LeaderScheduler, scheduler_class
-from celery_syncguard.beat.slot_sender import sending, undisturbed
+from celery_syncguard.beat.scheduler import LeaderScheduler
+from celery_syncguard.beat.slot_sender import sending
 from celery_syncguard.beat.slots import PRUNED_AT_MOST, Slot
 from celery_syncguard.beat.timekeeper import Timekeeper
+from celery_syncguard.beat.undisturbed import undisturbed
 from celery_syncguard.core import clock
 from celery_syncguard.errors import ImproperlyConfigured, StoreUnavailable
 from celery_syncguard.tasks import app_state
@@ -218,7 +220,7 @@ def test_a_leader_that_works_for_long_is_not_one_that_hangs(scheduler, monkeypat
     if protection == "by ticks":
         monkeypatch.setattr(LeaderScheduler, "_moved_at", lambda self: self._ticked_at)
     far = datetime.now(timezone.utc) + timedelta(days=10)
-    schedule, alive = slow_entries(hand, 30, 7.0, lambda: one._leadership._alive(), day_of_month=far.day)
+    schedule, alive = slow_entries(hand, 30, 7.0, lambda: one.leadership._alive(), day_of_month=far.day)
     app = make_app(schedule, syncguard_beat_scheduler=AllInOneTick, syncguard_leader_ttl=3600)
     one = scheduler(app)
     one._begin()
@@ -295,9 +297,9 @@ def test_an_entry_whose_own_code_misses_a_file_keeps_nobody_else_waiting_and_no_
         hand.ahead += 10
         count = len(sent(one))
         poll(lambda times=times: one.tick() is not None and caplog.text.count("before it is published") == times)
-        assert one._inner._quiet_until <= clock.now(), "nobody waits for it"
+        assert one._broker.quiet_until <= clock.now(), "nobody waits for it"
         poll(lambda count=count: one.tick() is not None and len(sent(one)) > count)
-        assert (one._inner.failure, one._inner._broker_failures) == (None, 0)
+        assert (one._broker.failure, one._broker.failures) == (None, 0)
         assert one._inner.connection is connection
     assert {entry for entry, _ in sent(one)} == {"good"}
     missing.clear()
@@ -317,11 +319,11 @@ def test_a_broker_that_takes_connections_and_no_messages_is_an_outage(scheduler,
     with monkeypatch.context() as blocked:
         blocked.setattr(Producer, "publish", publish)
         hand.ahead += 11
-        poll(lambda: one.tick() is not None and one._inner._broker_failures > 2)
-    assert one._inner.failure == "TimeoutError: no confirmation"
+        poll(lambda: one.tick() is not None and one._broker.failures > 2)
+    assert one._broker.failure == "TimeoutError: no confirmation"
     assert "before it is published" not in caplog.text
     poll(lambda: one.tick() is not None and sent(one))
-    assert one._inner.failure is None
+    assert one._broker.failure is None
 
 
 class CannotWrite(beat.Scheduler):
@@ -370,8 +372,8 @@ def test_celerys_deadline_for_crontabs_holds_under_every_rule(scheduler, monkeyp
     one = lead(scheduler(app))
     one._retire()
     hand.ahead += 3600 * 3.0
-    poll(lambda: one.tick() is not None and "fast" in {entry for entry, _ in sent(one)})
-    poll(lambda: one.tick() > 0)
+    poll(lambda: one.tick() is not None and "fast" in {entry for entry, _ in sent(one)}, timeout=40)
+    poll(lambda: one.tick() > 0, timeout=40)
     assert len([entry for entry, _ in sent(one) if entry == "hourly"]) == hours
 
 
@@ -401,10 +403,10 @@ def test_a_slot_that_came_due_while_the_broker_was_away_is_sent_by_its_rule_and_
     one = lead(scheduler(make_app({"late": entry}, syncguard_leader_ttl=3600, **settings)))
     away.set()
     hand.ahead += 601
-    poll(lambda: one.tick() is not None and one._inner.failure is not None)
+    poll(lambda: one.tick() is not None and one._broker.failure is not None)
     hand.ahead += 90
     away.clear()
-    poll(lambda: one.tick() > 0 and one._inner.failure is None)
+    poll(lambda: one.tick() > 0 and one._broker.failure is None)
     assert [name for name, _ in sent(one)] == ["late"] * sends
     hand.ahead += 520
     poll(lambda: one.tick() is not None and len(sent(one)) == sends + 1)
@@ -435,7 +437,7 @@ def test_a_slot_that_its_own_class_holds_back_is_sent_by_its_rule_and_not_later(
     if sends:
         poll(lambda: one.tick() is not None and sent(one))
     else:
-        poll(lambda: one.tick() is not None and not one._inner._places["late"].pending)
+        poll(lambda: one.tick() is not None and not one._agenda.places["late"].pending)
         assert sent(one) == []
 
 
@@ -508,10 +510,10 @@ def test_a_leader_with_nothing_to_send_says_so_once(scheduler, caplog, schedule,
 
 def test_a_beat_ends_with_the_process_that_it_belongs_to_and_a_hanging_one_leads_no_more(scheduler, caplog):
     one = lead(scheduler(make_app({"a": every(10)}, syncguard_leader_ttl=300)))
-    one.end_with(os.getppid())
+    one.worker = os.getppid()
     one.tick()
     assert one.leadership.leading
-    one.end_with(2**30)  # not the parent, any more
+    one.worker = 2**30  # not the parent, any more
     assert one.leadership.lost(timeout=5), "although nobody ticks"
     for _ in range(2):
         with pytest.raises(SystemExit):
@@ -827,13 +829,13 @@ def test_a_slot_that_is_claimed_and_not_sent_outlives_a_jump_of_the_clock(schedu
     monkeypatch.setattr(one._inner, "producer", None)
     monkeypatch.setattr(Connection, "connect", fail_to_connect)
     hand.ahead += 601
-    slot = Slot("a", one._inner._places["a"].next_due)
+    slot = Slot("a", one._agenda.places["a"].next_due)
     one._slots.claim(one._term, slot, schedule="every 600 s", next_due_at=None)
-    one._inner._places["a"].unsent.add(slot.due_at)
-    one._inner._jumped = True
+    one._agenda.places["a"].unsent.add(slot.due_at)
+    one._agenda.jumped = True
     one.tick()
-    assert one._inner._places["a"].unsent == {slot.due_at}
-    assert one._inner._places["a"].pending == [slot.due_at]
+    assert one._agenda.places["a"].unsent == {slot.due_at}
+    assert one._agenda.places["a"].pending == [slot.due_at]
 
 
 def test_after_a_jump_that_shows_in_the_middle_of_a_tick_the_next_tick_comes_at_once(scheduler, monkeypatch):
@@ -842,7 +844,7 @@ def test_after_a_jump_that_shows_in_the_middle_of_a_tick_the_next_tick_comes_at_
     jumps, right = [True], inner._due
 
     def due(entry):
-        inner._jumped = bool(jumps and jumps.pop())
+        inner._agenda.jumped = bool(jumps and jumps.pop())
         return right(entry)
 
     monkeypatch.setattr(inner, "_due", due)
@@ -877,7 +879,7 @@ def test_what_could_not_be_recorded_as_sent_is_written_by_a_standby_too(schedule
     hand = Clock(monkeypatch)
     one = lead(scheduler(make_app({"a": every(10)})))
     slots = one._slots = LateSlots(one._slots)
-    monkeypatch.setattr(type(one._leadership), "lease", None)  # another one leads
+    monkeypatch.setattr(type(one.leadership), "lease", None)  # another one leads
     for _ in range(3):
         hand.ahead += 1.1
         one.tick()
@@ -921,7 +923,7 @@ def test_a_standby_has_no_schedule_and_looks_often():
     app = make_app({"a": every(1)})
     one = LeaderScheduler(app=app, lazy=False)
     guard = app_state.guard_for(app)
-    from celery_syncguard.core.leadership import leader_lock_key
+    from celery_syncguard.core.leader_key import leader_lock_key
     from celery_syncguard.core.store import Acquire
 
     held = guard.acquire(Acquire(key=leader_lock_key("beat"), lock_id="x" * 22, ttl=60, holder="another"))
@@ -937,9 +939,9 @@ def test_a_standby_has_no_schedule_and_looks_often():
 
 
 def test_the_plain_scheduler_is_the_schedule_inside_unless_another_is_named():
-    assert scheduler_class(None) is beat.Scheduler
-    assert scheduler_class("celery.beat:PersistentScheduler") is beat.PersistentScheduler
-    assert scheduler_class(beat.PersistentScheduler) is beat.PersistentScheduler
+    assert inner_class(None, None, LeaderScheduler) is beat.Scheduler
+    assert inner_class("celery.beat:PersistentScheduler", None, LeaderScheduler) is beat.PersistentScheduler
+    assert inner_class(beat.PersistentScheduler, None, LeaderScheduler) is beat.PersistentScheduler
 
 
 def test_a_database_scheduler_that_is_not_django_celery_beats_is_taken_as_it_is():
@@ -947,4 +949,4 @@ def test_a_database_scheduler_that_is_not_django_celery_beats_is_taken_as_it_is(
         def all_as_schedule(self):
             return {}
 
-    assert [base.__name__ for base in sending(Foreign).__mro__[:3]] == ["LeadingForeign", "_SlotSending", "Foreign"]
+    assert [base.__name__ for base in sending(Foreign).__mro__[:3]] == ["LeadingForeign", "SendsSlots", "Foreign"]

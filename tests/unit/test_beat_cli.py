@@ -93,7 +93,7 @@ def test_nobody_having_ever_led_is_not():
 
 def test_a_leader_that_cannot_send_is_not_after_some_seconds():
     term = dataclasses.replace(TERM, failing_since=NOW - timedelta(seconds=40), failure="ConnectionError: refused")
-    assert problem(LOCK, term) == "the leader cannot send, since 40.0 s: ConnectionError: refused"
+    assert problem(LOCK, term) == "the leader has not been able to send for 40.0 s: ConnectionError: refused"
     term = dataclasses.replace(term, failing_since=NOW - timedelta(seconds=4))
     assert problem(LOCK, term) is None
 

@@ -8,7 +8,8 @@ import pytest
 from celery_syncguard import SyncGuard
 from celery_syncguard.core import clock, leadership
 from celery_syncguard.core.config import Settings
-from celery_syncguard.core.leadership import Leadership, end_term, leader_lock_key
+from celery_syncguard.core.leader_key import end_term, leader_lock_key
+from celery_syncguard.core.leadership import Leadership
 from celery_syncguard.core.memory import MemoryStore
 from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, LeaseLost, StoreUnavailable
 from tests.fixtures.interrupting import hanging_step

@@ -205,8 +205,8 @@ def test_a_dead_thread_is_replaced_by_the_next_start() -> None:
     try:
         loop = Loop("test-loop-dead", step)
         loop.start()
-        poll(lambda: threads("test-loop-dead") == 0)
-        assert not loop.running
+        poll(lambda: not loop.running)
+        assert threads("test-loop-dead") == 0
         loop.start()
         assert calls.acquire(timeout=10)
         loop.stop()

@@ -7,9 +7,9 @@ import threading
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 
-from celery_syncguard import SyncGuard, guard
+from celery_syncguard import SyncGuard
 from celery_syncguard.core.loop import Bell
-from celery_syncguard.guard import _Turns
+from celery_syncguard.core.turns import Turns
 from celery_syncguard.testing import hold_elsewhere
 from tests.fixtures.polling import poll
 
@@ -40,9 +40,9 @@ def test_a_waiter_that_is_interrupted_while_it_takes_its_place_leaves_it(monkeyp
         def set(self) -> None:
             raise SoftTimeLimitExceeded
 
-    turns = _Turns()
+    turns = Turns()
     with monkeypatch.context() as patched:
-        patched.setattr(guard, "Bell", Interrupted)
+        patched.setattr("celery_syncguard.core.turns.Bell", Interrupted)
         with pytest.raises(SoftTimeLimitExceeded), turns.turn("k", 0):
             pass
     assert not turns._queues
@@ -51,7 +51,7 @@ def test_a_waiter_that_is_interrupted_while_it_takes_its_place_leaves_it(monkeyp
 
 
 def test_a_waiter_that_gives_up_leaves_the_line() -> None:
-    turns = _Turns()
+    turns = Turns()
     with turns.turn("k", 0) as first:
         assert first
         with turns.turn("k", 0) as second:

@@ -1,6 +1,6 @@
 """Runs many locked tasks, half of which fail, through Celery's tracer, and prints what has piled up as JSON.
 
-python -m tests.acceptance.apps.pools_many COUNT
+python -m tests.acceptance.apps.many_tasks COUNT
 """
 
 import gc

@@ -1,13 +1,11 @@
-"""Bodies that hold a lock while the test freezes, interrupts, shuts down or starves their worker."""
+"""Bodies that hold a lock while the test freezes, kills, shuts down or starves their worker; and what it says of itself."""
 
 import ctypes
 import gc
-import hashlib
 import os
 import threading
 import time
 from collections import Counter
-from functools import partial
 from types import TracebackType
 
 import psycopg
@@ -91,40 +89,6 @@ def plain_hold(self, key, gate_name):
     """The same without any lock."""
     record_task("start", self, key=key)
     gate.wait_at(gate_name)
-    record_task("end", self, key=key)
-
-
-@app.task(base=Held, bind=True)
-def sleep_long(self, key, seconds):
-    """One long sleep, which a signal has to break."""
-    try:
-        start(self, key)
-        time.sleep(seconds)
-    except LeaseLost:
-        record_task("lost", self, key=key)
-        raise
-    record_task("end", self, key=key)
-
-
-@app.task(base=Held, bind=True)
-def compute(self, key, seconds):
-    """One long C call, which nothing can break: the interrupt comes when it returns."""
-    started = time.monotonic()
-    hashlib.pbkdf2_hmac("sha256", b"x", b"y", 200_000)
-    rounds = int(200_000 * seconds / (time.monotonic() - started))
-    # One after the other without a bytecode in between, at which the interrupt could come: so the end is always known.
-    call = partial(hashlib.pbkdf2_hmac, "sha256", b"x", b"y", rounds)
-    returned = []
-    try:
-        start(self, key)
-        returned.extend(map(partial.__call__, [call, partial(time.monotonic)]))
-        time.sleep(0.001)  # under gevent the first moment at which the body gives way
-        for _ in range(100):
-            time.sleep(0.01)
-    except LeaseLost:
-        record_task("lost", self, key=key, note=f"{time.monotonic() - returned[1]:.3f}")
-        try_to_write(self, key)
-        raise
     record_task("end", self, key=key)
 
 
