@@ -201,9 +201,7 @@ class SyncGuard:
         )
 
     def flush(self) -> None:
-        """One more attempt at what the database has not answered yet, before the process ends (it is called then). What
-        is still not written is logged.
-        """
+        """Try once more what the database has not answered yet; called when the process ends. What fails is logged."""
         self.outbox.flush()
 
     def close(self) -> None:
@@ -236,7 +234,7 @@ class SyncGuard:
             raise
 
     def give_back(self, request: Acquire) -> None:
-        """Perhaps granted, and nobody knows: do not let it block others for a whole ttl."""
+        """Release what was perhaps granted and whose answer got lost, so that it does not block others for a whole ttl."""
         self._release_later(Release(key=request.key, lock_id=request.lock_id), until=clock.now() + request.ttl)
 
     def _release_later(self, release: Release, *, until: float, start: bool = True) -> None:
@@ -277,8 +275,8 @@ class SyncGuard:
                     raise
 
     def release_lease(self, lease: Lease, **extras: Any) -> bool:
-        """Release, with what a task adds to it (`store.Release`). A database that does not answer does not stop the
-        caller: the release is repeated in the background until it is answered or has nothing to say any more.
+        """Release, with what a task adds to it (`store.Release`). If the database does not answer, the caller goes on and
+        the outbox repeats the release until it is answered or changes nothing any more.
         """
         lost = lease.lost_reason is not None
         release = Release(key=lease.key, lock_id=lease.lock_id, task_id=lease.task_id, **extras)
@@ -397,8 +395,8 @@ _guards: weakref.WeakSet[SyncGuard] = weakref.WeakSet()
 
 @atexit.register
 def flush_all(**_: Any) -> None:
-    """At the end of the process, which not all of a worker's children announce to `atexit`: flush every guard, also those
-    that are closed, as something may have been released after that.
+    """At the end of the process (some children of a worker do not call `atexit`): flush every guard, also the closed ones,
+    since a lease may have been released after the close.
     """
     for guard in list(_guards):
         guard.flush()

@@ -9,7 +9,7 @@ around which lies the other half of the gate. Its end opens the gate for one cal
 
     closed ──before_start ends──> open ──Celery calls the task──> passed ──the call ends──> over
 
-Not here: what is done under the lock (`run`).
+Not here: what is done under the lock (`delivery`).
 """
 
 from __future__ import annotations

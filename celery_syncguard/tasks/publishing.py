@@ -1,6 +1,6 @@
 """Publishing: keys are computed, and a second copy of the same work is not queued.
 
-    claim (short life) -> publish -> the broker has it (`receipts`) -> confirm (whole life)
+    claim (short life) -> publish -> the broker has it (`publisher_confirms`) -> confirm (whole life)
 
 The claim is made on a connection of our own, so a duplicate never aborts the caller's transaction, and is ended again when
 publishing raises. Whoever gets the claim publishes; everybody else gets the id of the task that has it.

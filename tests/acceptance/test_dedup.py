@@ -14,7 +14,7 @@ from celery_syncguard import DuplicateTask, StoreUnavailable
 from celery_syncguard.dedup import send_task
 from celery_syncguard.skipped import SKIPPED
 from celery_syncguard.tasks import app_state
-from celery_syncguard.tasks import claims as claims_module
+from celery_syncguard.tasks import claims as claims_of_tasks
 from tests.fixtures.cluster import ROOT
 from tests.fixtures.polling import poll
 
@@ -324,7 +324,7 @@ def test_the_claim_of_a_task_without_a_lock_outlives_its_dead_worker(setup, hist
 
 def test_a_worker_confirms_a_claim_whose_producer_died(setup, history, pg_dsn, monkeypatch):
     """The producer ended between publish and confirm; the task runs for longer than an unconfirmed claim lives."""
-    monkeypatch.setattr(claims_module, "confirm", lambda *args, **kwargs: None)
+    monkeypatch.setattr(claims_of_tasks, "confirm", lambda *args, **kwargs: None)
     setup.module.work.delay("a", "go")
     left = "select (expires_at_ms - syncguard_clock_ms()) / 1000.0 from syncguard_claims"
     with psycopg.connect(pg_dsn, autocommit=True) as connection:

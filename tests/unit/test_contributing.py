@@ -62,3 +62,9 @@ def test_each_place_that_is_named_exists(path: str) -> None:
 def test_the_way_of_a_task_has_its_seven_steps() -> None:
     rows = re.findall(r"^\| (\d) \| \*\*(\w+)", section("The way of one task"), flags=re.MULTILINE)
     assert [int(number) for number, _ in rows] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_the_index_of_decisions_names_each_once() -> None:
+    folder = PACKAGE.parent / "docs" / "adr"
+    listed = re.findall(r"\]\((\d{4}-[^)]*)\)", (folder / "README.md").read_text())
+    assert sorted(listed) == sorted(path.name for path in folder.glob("0*.md"))
