@@ -43,9 +43,6 @@ __all__ = ["DELIVERY", "Delivery", "check_outer", "end_without_turn"]
 #: Where a request keeps its delivery, from the start of its body to its end.
 DELIVERY = "_syncguard_delivery"
 
-#: Where a request says that its delivery has come as far as here.
-_REACHED = "_syncguard_reached"
-
 #: Seconds for which the end of an attempt is remembered.
 _ATTEMPT_TTL = 3600.0
 
@@ -72,20 +69,17 @@ def check_outer() -> None:
 
 
 def end_without_turn(task: Any, request: Any, state: str | None, outcome: Any) -> None:
-    """After each delivery: if its task was over before we had our turn, as `before_start` or `__call__` raised or the header
-    could not be read, its claim ends here.
-    """
-    if hasattr(request, _REACHED) or (claim_key := Header.claim_in(request.headers)) is None:
+    """After a delivery that was over before we had our turn, as `before_start` or a `__call__` raised: its claim ends here."""
+    if Header.claim_in(request.headers) is None:
         return
-    options = task.plan().options
+    delivery = Delivery(task, request)
     try:
-        options = options.replace(Header.of(request.headers).options)
+        delivery.options = delivery.options.replace(Header.of(request.headers).options)
     except SyncGuardError:
         pass  # that is what the task failed with
-    message = Delivered(task, request, Header(claim_key=claim_key), options)
     # Without a state the process is being ended, and the main process knows what becomes of the message.
     again = state in (None, RETRY) or (isinstance(outcome, Reject) and outcome.requeue)
-    message.end_claim(Outcome.AGAIN if again else Outcome.ENDED)
+    delivery.end_claim(Outcome.AGAIN if again else Outcome.ENDED)
 
 
 class Delivery(Delivered):
@@ -93,8 +87,9 @@ class Delivery(Delivered):
 
     __slots__ = ("_ended", "claim_passed_on", "interrupt", "key_passed_on", "lease")
 
-    def __init__(self, task: Any, request: Any, header: Header) -> None:
-        super().__init__(task, request, header, task.plan().options)
+    def __init__(self, task: Any, request: Any) -> None:
+        # The rest of the header is read when it may fail.
+        super().__init__(task, request, Header(claim_key=Header.claim_in(request.headers)), task.plan().options)
         self.lease: Lease | None = None
         self.interrupt: Interrupt | None = None
         #: The claim that whatever replaces this task goes on under.
@@ -110,13 +105,14 @@ class Delivery(Delivered):
             args, kwargs: of the task, for the keys that its message lacks.
             autoretry: Celery's, around everything but the end.
         """
-        setattr(self.request, _REACHED, True)
 
         def attempt() -> Any:
             self.complete(args, kwargs)
             return self._attempt(body)
 
         try:
+            # Outside of autoretry: the next attempt could not read it either.
+            self.header = Header.of(self.request.headers)
             result = attempt() if autoretry is None else autoretry(attempt)
             self._end(None)
         except BaseException as exc:

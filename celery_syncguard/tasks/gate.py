@@ -25,7 +25,6 @@ from celery_syncguard.core.events import logger
 from celery_syncguard.errors import ImproperlyConfigured, SyncGuardError
 from celery_syncguard.tasks.celery_internals import AUTORETRY, errback_request, protect, traced_request
 from celery_syncguard.tasks.delivery import Delivery
-from celery_syncguard.tasks.header import Header
 
 __all__ = ["install", "was_passed"]
 
@@ -119,9 +118,7 @@ def _pass(task: Any, request: Any, call: Any, args: Any, kwargs: Any) -> Any:
     setattr(request, _GATE, _PASSED)
     protect(request, protected=False)  # a plain call in before_start may have set it
     try:
-        # Outside of autoretry: the next attempt could not read it either.
-        header = Header.of(request.headers)
-        return Delivery(task, request, header).run(body, args, kwargs, task.__dict__.get(AUTORETRY))
+        return Delivery(task, request).run(body, args, kwargs, task.__dict__.get(AUTORETRY))
     finally:
         setattr(request, _GATE, _OVER)
 

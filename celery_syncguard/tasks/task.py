@@ -381,8 +381,8 @@ def _check_request(cls: type[LockedTask]) -> None:
 @task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
 def _on_postrun(sender: Any = None, state: str | None = None, retval: Any = None, **_: Any) -> None:
     # A hook of the task could be overridden without super().
-    if isinstance(sender, LockedTask):
-        if state == SUCCESS and not gate.was_passed(sender.request):
+    if isinstance(sender, LockedTask) and not gate.was_passed(sender.request):
+        if state == SUCCESS:
             logger.error(
                 "%s[%s] ran without its lock: %s",
                 sender.name,

@@ -114,7 +114,7 @@ class Undertaker:
         outbox = self._guard.outbox
         until = clock.now() + 1.0
         # A cold shutdown has just killed the children.
-        while (outbox.waiting or any(child.gone for child in self._watched.values())) and clock.now() < until:
+        while (outbox.waiting or any(child.gone for child in list(self._watched.values()))) and clock.now() < until:
             self._look(0.05)
             try:
                 outbox.deliver()
@@ -130,13 +130,14 @@ class Undertaker:
 
     def _look(self, timeout: float) -> None:
         """Wait a moment for a death, and bury who is dead."""
-        if self._epoll is None or any(child.fd < 0 for child in list(self._watched.values())):
+        # Before the wait: another thread (at the stop) may bury one of these and close its fd, which a new child then has.
+        children = list(self._watched.items())
+        if self._epoll is None or any(child.fd < 0 for _, child in children):
             timeout = min(timeout, _LOOKS)
         if self._epoll is None:
             time.sleep(timeout)
         ready = {fd for fd, _ in self._epoll.poll(timeout)} if self._epoll is not None else set()
-        for name, child in list(self._watched.items()):
-            # Also by the other of two threads that look, at the stop.
+        for name, child in children:
             if (child.fd in ready or (child.fd < 0 and child.gone)) and self._watched.pop(name, None) is not None:
                 if child.fd >= 0:
                     self._epoll.unregister(child.fd)

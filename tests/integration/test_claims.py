@@ -192,7 +192,8 @@ def test_whatever_a_task_is_locked_by_the_claim_of_a_dead_host_ends_with_that_lo
     with app.connection() as connection:
         message = app.amqp.queues[app.conf.task_default_queue](connection.channel()).get(no_ack=True)
     request = Context(message.headers, delivery_info={}, called_directly=False)
-    run = Delivery(task, request, Header.of(request.headers))
+    run = Delivery(task, request)
+    run.header = Header.of(request.headers)
     run.complete((1,), {})
     store = app_state.guard_for(app).store
     host = run.request_for(run.lock_key)
