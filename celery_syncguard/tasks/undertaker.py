@@ -138,7 +138,7 @@ class Undertaker:
             time.sleep(timeout)
         ready = {fd for fd, _ in self._epoll.poll(timeout)} if self._epoll is not None else set()
         for name, child in children:
-            if child.fd in ready or (child.fd < 0 and child.gone):
+            if name in self._watched and (child.fd in ready or (child.fd < 0 and child.gone)):
                 # Before it is forgotten: at any moment the stop sees the one or the other.
                 self._bury(name, child.pid)
                 if self._watched.pop(name, None) is not None and child.fd >= 0:
