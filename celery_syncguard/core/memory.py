@@ -174,6 +174,8 @@ class MemoryStore:
             claim.expires = max(claim.expires, now + request.claim_wait)
 
     def _dead(self, request: Acquire, most: int, row: _Row | None, now: float) -> Dead | None:
+        if not self._deaths and row is None:
+            return None
         key, task = (self._deaths.get(subject) for subject in _subjects(request.key, request.task_id))
         of_task = task.count if task is not None else 0
         of_key = key.count if key is not None and key.last > now - _DEATHS_OF_KEY else 0
@@ -211,7 +213,7 @@ class MemoryStore:
                 row = None
             if release.run_key is not None and (row is not None or release.attempt_done):
                 self._complete(release.run_key, release.task_id, release.run_ttl or 0.0, now, release.fingerprint)
-            for subject in _subjects(release.key, release.task_id):
+            for subject in _subjects(release.key, release.task_id) if self._deaths else ():
                 deaths = self._deaths.get(subject)
                 if release.attempt_done:
                     self._deaths.pop(subject, None)

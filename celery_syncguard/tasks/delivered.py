@@ -19,7 +19,7 @@ __all__ = ["Delivered"]
 class Delivered:
     """One message for one task."""
 
-    __slots__ = ("_guard", "header", "options", "outcome", "patience", "request", "task", "waited")
+    __slots__ = ("_call_id", "_guard", "header", "options", "outcome", "patience", "request", "task", "waited")
 
     def __init__(self, task: Any, request: Any, header: Header, options: TaskOptions) -> None:
         self.task = task
@@ -33,6 +33,7 @@ class Delivered:
         #: Seconds that an eager call has waited for its lock.
         self.waited = 0.0
         self._guard: SyncGuard | None = None
+        self._call_id: str | None = None
 
     @property
     def guard(self) -> SyncGuard:
@@ -75,8 +76,10 @@ class Delivered:
         """Which publish of the task id this is: a new one is new work, and no copy of what an old one left behind. Where
         each worker has a message of its own, each of those is a call of its own.
         """
-        call: str = self.header.call_id or self.request.id
-        return f"{call}@{self.request.hostname}" if self.for_everybody else call
+        if self._call_id is None:
+            call: str = self.header.call_id or self.request.id
+            self._call_id = f"{call}@{self.request.hostname}" if self.for_everybody else call
+        return self._call_id
 
     @property
     def attempt_key(self) -> str:
