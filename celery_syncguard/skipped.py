@@ -3,7 +3,7 @@
 Celery ends a wait for a result only in a *ready* state, and knows nothing of states that others invent; so `register()`
 adds SKIPPED to those. It is neither a success nor an exception: `AsyncResult.get()` returns the `Skipped` marker,
 `successful()` and `failed()` are false, a chord's body receives the marker as that part's result, and the steps of a
-chain behind a skipped one are SKIPPED too, so that nobody waits for them.
+chain behind a skipped one are SKIPPED too, so that no wait for them hangs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The schedule inside a leading beat: any scheduler class, whose entries are due by slots and are sent as slots.
+"""Sends the due slots of a leading beat: what any scheduler class gets so that its entries are due and sent as slots.
 
 `sending(cls)` is `cls` with `SendsSlots` put before it; one object of it lives for one term. Not here: which slots are due
 (`agenda`), whether the broker works (`broker`), when a term begins and ends (`scheduler`).

@@ -30,7 +30,7 @@ from celery_syncguard.errors import StoreUnavailable, SyncGuardError
 __all__ = ["Letter", "Outbox"]
 
 #: Letters that wait. While the store is away no lease is granted and no claim is made, so they are few; the bound is for
-#: what nobody foresees.
+#: the unforeseen.
 MAX_WAITING = 10_000
 
 #: Seconds between two attempts while the store does not answer.

@@ -1,5 +1,5 @@
-"""What we use of psycopg and psycopg_pool that they do not document, and nothing else. Others here use what is documented:
-`psycopg.pq`, which has libpq's functions by their names, is.
+"""What we use of psycopg and psycopg_pool that they do not document, and nothing else. The other modules of `postgres` use only
+documented parts, such as `psycopg.pq`, whose functions are those of libpq.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ __all__ = [
     "add_ready_state",
     "altered",
     "call_as_function",
-    "call_chain",
+    "call_attempt",
     "due_now",
     "errback_request",
     "find_app",
@@ -133,9 +133,9 @@ def errback_request(args: tuple[Any, ...], caller: FrameType | None) -> Any:
 AUTORETRY = "_syncguard_autoretry"
 
 
-def call_chain(chain: Any) -> Any:
-    """What Celery's autoretry calls instead of `run`: it gets the call of the gate as its only argument."""
-    return chain()
+def call_attempt(attempt: Any) -> Any:
+    """What Celery's autoretry calls instead of `run`. Its only argument is the attempt of a delivery."""
+    return attempt()
 
 
 def weave(task: Any, name: str, value: Any) -> tuple[str, Any]:
@@ -145,7 +145,7 @@ def weave(task: Any, name: str, value: Any) -> tuple[str, Any]:
     the lock and retries as `self.retry` does.
     """
     if name == "_orig_run":
-        return name, call_chain
+        return name, call_attempt
     if name == "run" and "_orig_run" in task.__dict__ and AUTORETRY not in task.__dict__:
         return AUTORETRY, value
     return name, value
@@ -196,7 +196,7 @@ def instant(app: Any, moment: str | datetime) -> datetime:
 
 
 def add_ready_state(state: str) -> None:
-    """Have all result backends, and whoever waits for a result, take a state of ours for one in which a result is ready.
+    """Have all result backends, and all code that waits for a result, take a state of ours for one in which a result is ready.
 
     Relies on the frozen sets of `celery.states` and their copies: in the base class of backends, and in default arguments of
     its methods. A copy that is not there any more is passed over; a new one would have a wait go on until its timeout.
