@@ -1,8 +1,12 @@
 """G5: nothing is blocked in silence. Every outcome is counted, so that a metric can show it."""
 
+import re
+from pathlib import Path
+
 import pytest
 from celery import Celery
 
+import celery_syncguard
 from celery_syncguard import LockedTask, LockHeld, TooManyDeaths
 from celery_syncguard.core.key import new_lock_id
 from celery_syncguard.core.store import Acquire
@@ -113,3 +117,11 @@ def test_an_eager_call_that_would_wait_for_itself_is_counted_as_held(app):
 
     assert isinstance(outer.apply().get(), LockHeld)
     assert app_state.guard_for(app).counts == {"held": 1, "raise": 1}
+
+
+def test_the_document_lists_each_count_and_no_other():
+    package = Path(celery_syncguard.__file__).parent
+    code = "".join(path.read_text() for path in package.rglob("*.py"))
+    listed = (package.parent / "docs" / "operations.md").read_text().split("\n### Counts\n")[1].split("\n## ")[0]
+    counted = set(re.findall(r'counts\["(\w+)"\]', code))
+    assert set(re.findall(r"^\| `(\w+)` \|", listed, flags=re.MULTILINE)) == counted | {"held"}
