@@ -206,11 +206,11 @@ class SendsSlots:
         ours = type(entry).is_due is beat.ScheduleEntry.is_due
         if ours and super().is_due.__func__ is beat.Scheduler.is_due:  # type: ignore[misc]
             return True, 0.0
-        plan, entry.schedule = entry.schedule, _due_now(entry.schedule)
+        schedule, entry.schedule = entry.schedule, _due_now(entry.schedule)
         try:
             due, delay = super().is_due(entry)  # type: ignore[misc]
         finally:
-            entry.schedule = plan
+            entry.schedule = schedule
         return bool(due), self.max_interval if delay is None else float(delay)
 
     # Sending
@@ -346,15 +346,15 @@ class SendsSlots:
         return producer
 
 
-def _due_now(plan: Any) -> Any:
+def _due_now(schedule: Any) -> Any:
     """The same schedule, saying that it is due; one whose class has an `is_due` of its own keeps that.
 
     Celery's own and django-celery-beat's would decide once more, by the host's clock and by the wall: in spring they see no
     02:30 at the slot that takes its place, and call it due the next day.
     """
-    if not type(plan).is_due.__module__.startswith(("celery.", "django_celery_beat.")):
-        return plan
-    return due_now(plan)
+    if not type(schedule).is_due.__module__.startswith(("celery.", "django_celery_beat.")):
+        return schedule
+    return due_now(schedule)
 
 
 def _causes(exc: BaseException | None) -> Iterator[BaseException]:

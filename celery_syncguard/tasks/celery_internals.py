@@ -316,38 +316,38 @@ def sync_noting(scheduler: Any) -> None:
     getattr(scheduler, "_do_sync", scheduler.sync)()
 
 
-def altered(plan: Any, **attributes: Any) -> Any:
+def altered(schedule: Any, **attributes: Any) -> Any:
     """A copy of a schedule with other attributes. `copy` would call its constructor, with what its `__reduce__` says.
 
     Relies on schedules keeping what they are in their `__dict__`. One with slots is copied by `copy`.
     """
-    if hasattr(plan, "__dict__"):
-        made = object.__new__(type(plan))
-        made.__dict__.update(plan.__dict__)
+    if hasattr(schedule, "__dict__"):
+        made = object.__new__(type(schedule))
+        made.__dict__.update(schedule.__dict__)
     else:
-        made = copy.copy(plan)
+        made = copy.copy(schedule)
     for name, value in attributes.items():
         setattr(made, name, value)
     return made
 
 
-def due_now(plan: Any) -> Any:
+def due_now(schedule: Any) -> Any:
     """A copy of a schedule that says that it is due.
 
     Relies on `celery.schedules.schedstate`, which some read by name. Without it: a tuple, as documented.
     """
     state = find("celery.schedules:schedstate")
     due = (True, 0.0) if state is None else state(is_due=True, next=0.0)
-    return altered(plan, is_due=lambda _last_run_at: due)
+    return altered(schedule, is_due=lambda _last_run_at: due)
 
 
-def has_fields(plan: Any) -> bool:
+def has_fields(schedule: Any) -> bool:
     """Whether a crontab has its fields as sets of numbers.
 
     Relies on five attributes of it. Without them: no, and it is asked for one slot after the other, as any other schedule.
     """
     names = ("minute", "hour", "day_of_week", "day_of_month", "month_of_year")
-    return all(isinstance(getattr(plan, name, None), (set, frozenset)) for name in names)
+    return all(isinstance(getattr(schedule, name, None), (set, frozenset)) for name in names)
 
 
 def is_system_zone(zone: Any) -> bool:
