@@ -35,7 +35,7 @@ def one_line(text: str) -> str:
 class SyncGuardError(Exception):
     """The root of all errors here. `facts` are set as attributes and survive pickling.
 
-    The message is one line. It goes into logs and results of other processes, and may quote what somebody else wrote.
+    The message is one line. It goes into logs and results of other processes, and may quote text of other programs.
     """
 
     def __init__(self, message: str = "", **facts: Any) -> None:

@@ -1,6 +1,6 @@
 """Sends the due slots of a leading beat: what any scheduler class gets so that its entries are due and sent as slots.
 
-`sending(cls)` is `cls` with `SendsSlots` put before it; one object of it lives for one term. Not here: which slots are due
+`sends_slots(cls)` is `cls` with `SendsSlots` put before it; one object of it lives for one term. Not here: which slots are due
 (`agenda`), whether the broker works (`broker`), when a term begins and ends (`scheduler`).
 
 A slot is sent like this:
@@ -39,7 +39,7 @@ from celery_syncguard.core.events import logger
 from celery_syncguard.errors import DuplicateTask, LeaseLost, NoLease, SchemaBehind, StoreUnavailable, SyncGuardError
 from celery_syncguard.tasks.celery_internals import due_now, heap_event
 
-__all__ = ["SendsSlots", "sending"]
+__all__ = ["SendsSlots", "sends_slots"]
 
 #: Seconds after which a tick stops looking at entries; and between two comparisons of the whole schedule with what it was.
 _LOOKING = 1.0
@@ -51,7 +51,7 @@ HeapEvent = heap_event()
 
 
 @functools.cache
-def sending(inner: type) -> type:
+def sends_slots(inner: type) -> type:
     """The class `inner`, sending slots.
 
     Raises:

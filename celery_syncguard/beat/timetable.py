@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 from datetime import MAXYEAR, MINYEAR, date, datetime, timedelta, timezone, tzinfo
 from typing import Any
 
-from celery import schedules
 from celery.schedules import BaseSchedule, crontab, solar
+from celery.schedules import schedule as interval
 
 from celery_syncguard.tasks.celery_internals import altered, has_fields, is_system_zone
 
@@ -163,17 +163,16 @@ def _latest(schedule: Any, slot: datetime, now: datetime) -> list[datetime]:
     return [slot, *_walk(schedule, slot, now)[0]]
 
 
-def _every(schedule: schedules.schedule) -> timedelta:
+def _every(schedule: interval) -> timedelta:
     every: timedelta = schedule.run_every
     return max(every, _SHORTEST)
 
 
 def _is_interval(schedule: Any) -> bool:
     return (
-        isinstance(schedule, schedules.schedule)
+        isinstance(schedule, interval)
         and not schedule.relative
-        and type(schedule).remaining_estimate
-        is schedules.schedule.remaining_estimate  # a crontab is a schedule too, for Celery
+        and type(schedule).remaining_estimate is interval.remaining_estimate  # a crontab is a schedule too, for Celery
         and not isinstance(schedule, crontab)
     )
 
@@ -226,7 +225,7 @@ def _next_of_crontab(schedule: crontab, after: datetime) -> datetime | None:
         if day is None:
             return None
         start = max(start, _midnight(day) - _DAY)
-        slot = next(_crontab_within(schedule, start, start + _DAY), None)
+        slot = next(_within(schedule, start, start + _DAY), None)
         if slot is not None:
             return slot
         start += _DAY
@@ -242,13 +241,11 @@ def _crontab_backwards(schedule: crontab, after: datetime, now: datetime) -> Ite
         end = min(end, _midnight(day) + 2 * _DAY)
         start = max(after, end - _DAY)
         if start < end:
-            yield from _crontab_within(schedule, start, end, backwards=True)
+            yield from _within(schedule, start, end, backwards=True)
         end = start
 
 
-def _crontab_within(
-    schedule: crontab, start: datetime, end: datetime, *, backwards: bool = False
-) -> Iterator[datetime]:
+def _within(schedule: crontab, start: datetime, end: datetime, *, backwards: bool = False) -> Iterator[datetime]:
     """The slots from `start` to before `end`, at most a day later; in order, or the latest first."""
     stretches = _stretches(schedule.tz, start, end, second_pass=len(schedule.hour) == 24)
     slots = [
@@ -319,11 +316,8 @@ def _instants(
 
 
 def _matches(schedule: crontab, day: date) -> bool:
-    return (
-        day.month in schedule.month_of_year
-        and day.day in schedule.day_of_month
-        and day.isoweekday() % 7 in schedule.day_of_week
-    )
+    weekday = day.isoweekday() % 7
+    return day.month in schedule.month_of_year and day.day in schedule.day_of_month and weekday in schedule.day_of_week
 
 
 def _matching_day(schedule: crontab, day: date, *, backwards: bool = False) -> date | None:

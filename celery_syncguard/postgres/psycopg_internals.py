@@ -69,7 +69,7 @@ def error_of(result: pq.abc.PGresult) -> psycopg.Error:
 
 
 def detach(conn: psycopg.Connection[Any]) -> PGconn:
-    """Take libpq's connection out of psycopg's, which is closed for everybody from then on, without closing it.
+    """Take libpq's connection out of psycopg's, which counts as closed from then on, without closing it.
 
     Relies on psycopg looking at `Connection.pgconn` for each call. If that cannot be set, libpq's is closed.
     """

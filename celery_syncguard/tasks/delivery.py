@@ -241,7 +241,7 @@ class Delivery(Delivered):
             if self.interrupt is not None:
                 lease.on_lost = self.interrupt.fire
             if lease.lost_reason is not None:
-                # Lost before anybody could have been told.
+                # Lost before the interrupt was there to be told.
                 raise lease.loss()
 
     def _report_start(self) -> None:

@@ -95,7 +95,7 @@ def _around_before_start(found: Any) -> Any:
 
 
 def _is_hooked(task: Any) -> bool:
-    """Whether the tracer's call comes after our `before_start`. Where somebody has put another in its place, it is the
+    """Whether the tracer's call comes after our `before_start`. Where another one was put in its place, it is the
     first call.
     """
     return "before_start" not in task.__dict__ and hasattr(type(task).before_start, _OURS)

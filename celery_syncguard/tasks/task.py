@@ -58,7 +58,7 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
     _task_keys: ClassVar[TaskKeys | None] = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # A class whose base was bound before it was made is never bound itself.
+        # Celery does not bind a class whose base class was bound before.
         gate.install(cls)
         new = super().__new__
         return new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
