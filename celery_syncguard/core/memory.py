@@ -137,7 +137,7 @@ class MemoryStore:
                 if dead is not None:
                     return dead
             if row is not None and _died(row, request):
-                self._bury(row, now)
+                self._count_death(row, now)
                 if row.request.task_id != request.task_id:
                     self._end_claim_of(row)
             fence = max(self._counters.get(request.key, 0) + 1, int((now + self._offset) * 1000))
@@ -186,7 +186,7 @@ class MemoryStore:
             return Dead(deaths=of_task)
         return Dead(deaths=of_key, of_task=False) if of_key >= 2 * most else None
 
-    def _bury(self, row: _Row, now: float) -> None:
+    def _count_death(self, row: _Row, now: float) -> None:
         if row.request.task_id is not None:
             for subject in _subjects(row.request.key, row.request.task_id):
                 before = self._deaths.get(subject)
@@ -239,7 +239,7 @@ class MemoryStore:
             now = clock.now()
             dead = [row for row in self._rows.values() if row.request.process == process]
             for row in dead:
-                self._bury(row, now)
+                self._count_death(row, now)
                 claim = self._claims.get(row.request.claim_key or "")
                 if claim is not None and claim.claimed >= row.acquired:
                     # Made by the lease's own acquire. An older one is its message's, which may come again.

@@ -1,4 +1,4 @@
-"""What the options of a task come to: its keys for given arguments.
+"""Task keys: the lock, dedup and run-once keys of one task class, for given arguments, and the options of one call.
 
 Made once per task class, so that a publish parses no template and inspects no signature.
 """
