@@ -91,7 +91,6 @@ class Delivered:
         """This has become of its work, and no lease is released with it."""
         key, options = self.header.claim_key, self.options
         if key is not None and outcome.ends(options.dedup_until):
-            self.header = self.header._replace(claim_key=None)
             claims.end(
                 self.guard,
                 key,
@@ -101,3 +100,5 @@ class Delivered:
                 ttl=options.dedup_ttl,
                 later=later,
             )
+            # Only now: if a soft time limit strikes before, the end of the delivery ends it.
+            self.header = self.header._replace(claim_key=None)
