@@ -108,9 +108,9 @@ class Outbox:
         if self._loop is not None:
             self._loop.wake()
 
-    def withdraw(self, about: object) -> None:
-        """What this letter says, if it is here, is not needed any more."""
-        self._letters.pop(about, None)
+    def withdraw(self, about: object) -> Letter | None:
+        """Take out the letter about this, which is not needed any more; None: it is not here."""
+        return self._letters.pop(about, None)
 
     def start(self) -> None:
         """Start the thread if something waits and it does not run, as after a start that failed. May be repeated."""

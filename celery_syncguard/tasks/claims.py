@@ -60,7 +60,18 @@ class Outcome(enum.Enum):
 def make(guard: SyncGuard, key: str, *, task_id: str, ttl: float, holder: str, fingerprint: str | None) -> Claim:
     """Claim the work for a task that is about to be published. Raises StoreUnavailable, SchemaBehind."""
     life = min(_UNCONFIRMED_TTL, ttl)
-    return guard.store.claim(key, task_id=task_id, ttl=life, holder=holder, fingerprint=fingerprint)
+    return _claim(guard, key, task_id=task_id, ttl=life, holder=holder, fingerprint=fingerprint)
+
+
+def _claim(guard: SyncGuard, key: str, *, task_id: str, **how: Any) -> Claim:
+    # What waits to end an earlier claim of this task would end the new one.
+    waiting = guard.outbox.withdraw((key, task_id))
+    try:
+        return guard.store.claim(key, task_id=task_id, **how)
+    except BaseException:
+        if waiting is not None:
+            guard.outbox.put(waiting)
+        raise
 
 
 def confirm(guard: SyncGuard, key: str, *, task_id: str, ttl: float) -> None:
@@ -87,7 +98,7 @@ def keep(guard: SyncGuard, key: str, *, task_id: str, ttl: float, delay: float =
 def renew(guard: SyncGuard, key: str, *, task_id: str, ttl: float, holder: str, until: str) -> None:
     """The task is published again under its claim: `ttl` seconds from now. After "start" it claims anew."""
     try:
-        guard.store.claim(key, task_id=task_id, ttl=ttl, holder=holder, again=until == "start")
+        _claim(guard, key, task_id=task_id, ttl=ttl, holder=holder, again=until == "start")
     except SyncGuardError as exc:
         logger.warning("a claim could not be renewed: %s", exc)
 

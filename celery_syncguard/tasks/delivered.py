@@ -94,7 +94,6 @@ class Delivered:
         """End its claim, if it ends at this outcome, where no lease is released that would end it."""
         key, options = self.header.claim_key, self.options
         if key is not None and outcome.ends(options.dedup_until):
-            self.header = self.header._replace(claim_key=None)
             claims.end(
                 self.guard,
                 key,
@@ -104,3 +103,5 @@ class Delivered:
                 ttl=options.dedup_ttl,
                 later=later,
             )
+            # Only now: if a soft time limit strikes before, the end of the delivery ends it.
+            self.header = self.header._replace(claim_key=None)

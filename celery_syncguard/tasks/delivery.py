@@ -110,15 +110,23 @@ class Delivery(Delivered):
             self.complete(args, kwargs)
             return self._attempt(body)
 
+        failure: BaseException | None = None
         try:
-            # Outside of autoretry: the next attempt could not read it either.
-            self.header = Header.of(self.request.headers)
-            result = attempt() if autoretry is None else autoretry(attempt)
+            try:
+                # Outside of autoretry: the next attempt could not read it either.
+                self.header = Header.of(self.request.headers)
+                result = attempt() if autoretry is None else autoretry(attempt)
+            except BaseException as exc:
+                failure = exc
+                self._end(exc)
+                raise
             self._end(None)
         except BaseException as exc:
-            # Also where a soft time limit has struck in the end itself.
-            self._end(exc)
+            # Again: a soft time limit may have struck in the end itself. A retry that was published goes on all the same.
+            self._end(exc if failure is None else failure)
             raise
+        finally:
+            failure = None
         return result
 
     # Keys
@@ -168,9 +176,9 @@ class Delivery(Delivered):
                 if not_run.without_store(self, exc):
                     return self._run_body(body)
                 continue
-            except Exception as exc:
+            except BaseException as exc:
                 if not isinstance(exc, SyncGuardError):
-                    # A soft time limit, perhaps just after the grant.
+                    # A soft time limit or Ctrl-C, perhaps just after the grant.
                     self.guard.give_back(request)
                 raise
             if isinstance(answer, Lease):
@@ -283,9 +291,9 @@ class Delivery(Delivered):
         """
         self._disarm()
         self.key_passed_on = True
-        lease, self.lease = self.lease, None
-        if lease is not None:
-            self._release(lease, Ignore("replaced"), again=False)
+        if self.lease is not None:
+            self._release(self.lease, Ignore("replaced"), again=False)
+            self.lease = None  # only now: a soft time limit leaves it to the end
 
     def _end(self, failure: BaseException | None) -> None:
         """With everything that the end of this attempt means. Does nothing the second time."""
