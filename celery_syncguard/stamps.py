@@ -129,13 +129,15 @@ def _on_publish(headers: MutableMapping[str, Any] | None = None, **_: Any) -> No
     # the one before: the message comes after all that any of them has stamped.
     if headers is not None:
         for stamps in list(_all):
-            stamps.stamp(headers)
+            if stamps.wanted is not False:
+                stamps.stamp(headers)
 
 
 @signals.task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]
 def _on_prerun(sender: Any = None, task_id: str | None = None, **_: Any) -> None:
-    stamps = real_app(sender.app).__dict__.get(_ATTRIBUTE)
-    if stamps is not None:
+    # Through a proxy, too, which shows the __dict__ of what it stands for.
+    stamps = sender.app.__dict__.get(_ATTRIBUTE)
+    if stamps is not None and stamps.wanted is not False:
         stamps.observe(sender.request, task_id)
 
 

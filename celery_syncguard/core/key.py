@@ -47,11 +47,15 @@ def normalize_key(key: Any, *, what: str = "key") -> str:
     if not isinstance(key, str):
         raise InvalidKey(f"a {what} is text, got {type(key).__name__}: {key!r:.80}", key=key)
     # Exactly text: drivers write the *name* of an enum that is also text, and its str() differs between Pythons.
-    text = unicodedata.normalize("NFC", str.__str__(key))
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError as exc:
-        raise InvalidKey(f"a {what} cannot contain a lone surrogate: {text!r:.80}", key=key) from exc
+    text = str.__str__(key)
+    if text.isascii():
+        size = len(text)
+    else:
+        text = unicodedata.normalize("NFC", text)
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError as exc:
+            raise InvalidKey(f"a {what} cannot contain a lone surrogate: {text!r:.80}", key=key) from exc
     if not size:
         raise InvalidKey(f"a {what} cannot be empty", key=key)
     if size > MAX_KEY_BYTES:

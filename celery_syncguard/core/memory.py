@@ -224,7 +224,7 @@ class MemoryStore:
                 return False
             if release.min_hold is not None and row.acquired + release.min_hold > now:
                 # Reserved: it belongs to no process and no task, and a renewal that is under way does not find its lock_id.
-                reserved = dataclasses.replace(row.request, lock_id=release.lock_id[::-1], process=None, task_id=None)
+                reserved = row.request._replace(lock_id=release.lock_id[::-1], process=None, task_id=None)
                 self._rows[release.key] = _Row(reserved, row.fence, row.acquired, row.acquired + release.min_hold)
             else:
                 del self._rows[release.key]

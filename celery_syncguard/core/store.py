@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 __all__ = [
     "Acquire",
@@ -28,9 +28,8 @@ __all__ = [
 ]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Acquire:
-    """A request for a lock. Only `key`, `lock_id` and `ttl` are needed; the rest comes from a task.
+class Acquire(NamedTuple):
+    """A request for a lock; a named tuple, as each task makes one. Only `key`, `lock_id` and `ttl` are needed; the rest comes from a task.
 
     `run_keys`: return `Done` instead if one of these is completed. `max_deaths`: return `Dead` if the task lost that many
     leases in a row by the death of its process, or the key twice as many, the last within an hour. `claim_key`: the task's
@@ -110,8 +109,7 @@ class Renewal:
     ttl: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Release:
+class Release(NamedTuple):
     """An end of a lease. `min_hold` reserves the key until so many seconds after the acquire; `run_key` records a completion
     for `run_ttl`; `claim_key` ends the task's claim; `attempt_done`: the attempt ended by itself, under its lease, so a
     completion of it is recorded even when the lease is gone by now, and the deaths before it are forgotten.

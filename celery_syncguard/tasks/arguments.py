@@ -176,6 +176,8 @@ class Parameters:
         Raises:
             TypeError: they do not fit.
         """
+        if self._ordinary and not kwargs and len(args) == len(self._names):
+            return dict(zip(self._names, args, strict=True))
         if self._ordinary and len(args) <= len(self._names):
             named = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
             # They fit if none is missing, unknown or given twice. If they do not, `inspect` raises below.

@@ -167,8 +167,8 @@ def find_app(name: str) -> Any:
 # Publishing
 
 
-def wrap_sending(app: Any, kind: type, **arguments: Any) -> None:
-    """Put a `kind(what was there, **arguments)` where an application hands its messages to a producer. May be repeated.
+def wrap_sending(app: Any, kind: type, wrap: Callable[[Any], Any]) -> None:
+    """Put `wrap(what was there)`, a `kind`, where an application hands its messages to a producer. May be repeated.
 
     Relies on `app.amqp.send_task_message`. Raises ImproperlyConfigured if that does not exist: nothing is sent then.
     """
@@ -176,7 +176,7 @@ def wrap_sending(app: Any, kind: type, **arguments: Any) -> None:
     if hand_over is None:
         raise unfit("celery", "celery.app.amqp.AMQP.send_task_message does not exist")
     if not isinstance(hand_over, kind):
-        app.amqp.send_task_message = kind(hand_over, **arguments)
+        app.amqp.send_task_message = wrap(hand_over)
 
 
 def instant(app: Any, moment: str | datetime) -> datetime:

@@ -318,9 +318,10 @@ class Delivery(Delivered):
     def _release(self, lease: Lease, failure: BaseException | None, *, again: bool) -> None:
         """Release, end the claim and record the completion, in one round trip."""
         lease.on_lost = None
-        following = self._header_after(failure).lock_key
         # Without a key, as it was sent by name, the next attempt may need the same lock.
-        key_passed_on = self.key_passed_on or (again and following in (None, self.header.lock_key))
+        key_passed_on = self.key_passed_on or (
+            again and self._header_after(failure).lock_key in (None, self.header.lock_key)
+        )
         # Not so: a lost lease, a message that goes back to the queue, a process that is being ended.
         by_itself = failure is None or (isinstance(failure, Exception) and not isinstance(failure, (LeaseLost, Reject)))
         by_itself = by_itself and not lease.lost

@@ -28,7 +28,7 @@ PATIENCE = 10.0
 
 def ask_for_confirms(app: Any) -> None:
     """From now on, what the application publishes with a claim waits for the broker's answer. May be repeated."""
-    wrap_sending(app, _Asking, wanted_by_all=_options(app).get(OPTION) is True)
+    wrap_sending(app, _Asking, lambda sending: _Asking(sending, wanted_by_all=_options(app).get(OPTION) is True))
 
 
 def turned_off(app: Any) -> bool:

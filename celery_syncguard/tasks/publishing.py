@@ -37,7 +37,7 @@ from celery_syncguard.tasks.publisher_confirms import ask_for_confirms
 from celery_syncguard.tasks.queues import without_way
 from celery_syncguard.tasks.typed import PublishedResult
 
-__all__ = ["publish", "send_task", "sent_at_an_end", "sent_for_begun"]
+__all__ = ["is_again", "new_call_id", "publish", "send_task", "sent_at_an_end", "sent_for_begun"]
 
 
 def publish(
@@ -53,7 +53,7 @@ def publish(
     """Send one message, claimed first if its header has a claim.
 
     Arguments:
-        header: our header, keys included.
+        header: our header, keys and call id included.
         call: the keyword arguments for `send`, with `task_id` and `headers` among them or not.
         send: publishes and returns an AsyncResult.
 
@@ -64,10 +64,7 @@ def publish(
         DuplicateTask: the work is queued or running, and the caller wants an error or the message has a continuation.
         StoreUnavailable: the claim could not be asked for; nothing was sent.
     """
-    again = "retries" in call  # only what is published again says which attempt it is
-    if not again:
-        header = header._replace(call_id=_new_call_id(call))
-    call["headers"] = without_way(call.get("headers"), again=again)
+    call["headers"] = without_way(call.get("headers"), again=is_again(call))
     key = header.claim_key
     if key is None:
         return _sent(header, call, send)
@@ -116,8 +113,13 @@ def _is_next_attempt(call: Mapping[str, Any]) -> bool:
     return request is not None and request.id == call.get("task_id") and request.retries != call.get("retries")
 
 
-def _new_call_id(call: Mapping[str, Any]) -> str | None:
-    """A new publish is new work, also under an old task id. Not so what replaces a body, which goes on in its place; nor
+def is_again(call: Mapping[str, Any]) -> bool:
+    """Whether the message is published again: only then the call says which attempt it is."""
+    return "retries" in call
+
+
+def new_call_id(call: Mapping[str, Any]) -> str | None:
+    """The `Header.call_id` of a message that is published the first time. A new publish is new work, also under an old task id. Not so what replaces a body, which goes on in its place; nor
     beat's second send of one slot. Without a call id, the task id says which call it is.
     """
     request = current_task.request if current_task else None
@@ -252,6 +254,7 @@ def send_task(
     ours = DEFAULTS.replace({"dedup_ttl": dedup_ttl, "dedup_on_duplicate": dedup_on_duplicate})
     # What a body hands on (`headers=self.request.headers`) is about the body's own message.
     header = Header(
+        call_id=None if is_again(options) else new_call_id(options),
         lock_key=None if lock_key is None else task_key(lock_key, what="lock_key"),
         claim_key=None if dedup_key is None else task_key(dedup_key, what="dedup_key"),
         run_key=None if run_once is None else task_key(run_once, what="run_once"),

@@ -147,13 +147,16 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
     ) -> PublishedResult:
         overrides = take_overrides(options)
         task_keys = self.task_keys()
-        # What a body hands on to another task (`headers=self.request.headers`) is about the body's own message.
-        header = Header.of(options.get("headers")) if "retries" in options else Header()
-        if options.get("serializer"):
-            header = header._replace(serializer=options["serializer"])
         if args is not None and not isinstance(args, (list, tuple)):
             raise TypeError(f"task args must be a list or tuple, got {type(args).__name__}")
         call: dict[str, Any] = dict(options, task_id=task_id)
+        if publishing.is_again(call):
+            header = Header.of(options.get("headers"))
+        else:
+            # What a body hands on to another task (`headers=self.request.headers`) is about the body's own message.
+            header = Header(call_id=publishing.new_call_id(call))
+        if options.get("serializer"):
+            header = header._replace(serializer=options["serializer"])
         try:
             header, task_options = task_keys.complete(self, header, tuple(args or ()), dict(kwargs or {}), overrides)
         except InvalidKey:

@@ -12,7 +12,7 @@ from tests.fixtures.cluster import Broker
 @pytest.fixture
 def redelivered(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this test publishes under one task id is one message to whoever gets it, as if a broker delivered it again."""
-    monkeypatch.setattr(publishing, "_new_call_id", lambda *_: None)
+    monkeypatch.setattr(publishing, "new_call_id", lambda *_: None)
 
 
 @pytest.fixture

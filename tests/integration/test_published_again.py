@@ -264,7 +264,7 @@ def test_a_new_publish_under_an_old_task_id_is_new_work(in_memory):
 
 def test_without_a_name_for_each_publish_the_second_one_is_taken_for_a_copy(in_memory, monkeypatch):
     """The negative control."""
-    monkeypatch.setattr(publishing, "_new_call_id", lambda call: None)
+    monkeypatch.setattr(publishing, "new_call_id", lambda call: None)
     gated = Gated(in_memory.app)
     gated.task.apply_async((1,), task_id="t")
     with gated.running(in_memory, in_memory.take()):
