@@ -949,6 +949,36 @@ def test_a_signal_waits_for_the_end_of_a_send_and_a_second_one_does_not():
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.parametrize(("first", "second"), [("SIGTERM", "SIGINT"), ("SIGINT", "SIGTERM")])
+def test_a_signal_at_any_step_ends_the_process_and_the_next_one_does_not_wait(first, second):
+    """Also between the two handlers, when the first signal's own handler has raised."""
+
+    def end(*_):
+        raise SystemExit
+
+    def send():
+        with undisturbed():
+            pass
+
+    numbers = signal.Signals[first], signal.Signals[second]
+    before = {number: signal.getsignal(number) for number in numbers}
+    step = 0
+    try:
+        while True:
+            for number in numbers:
+                signal.signal(number, end)
+            interrupted = at_step(step, send, lambda: signal.raise_signal(numbers[0]))
+            with pytest.raises(SystemExit):
+                signal.raise_signal(numbers[1])
+            if not interrupted:
+                break
+            step += 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert step > 50
+
+
 def test_a_standby_has_no_schedule_and_looks_often():
     app = make_app({"a": every(1)})
     one = LeaderScheduler(app=app, lazy=False)
