@@ -1,5 +1,5 @@
-"""Everything that this library raises. An error has what it knows in its attributes; its text says what is, since when,
-and what to do.
+"""The classes of everything that this library raises. An error has its facts as attributes. Its text is written where it is
+raised, and says what is, since when, and what to do.
 
 Everyday answers (a lock that is held, a release that came too late) are values. They are raised only where the caller
 asked for an error (`lock_on_held="raise"`, `hold(...)` without success).
@@ -35,7 +35,7 @@ def one_line(text: str) -> str:
 class SyncGuardError(Exception):
     """The root of all errors here. `facts` are set as attributes and survive pickling.
 
-    The message is one line. It goes into logs and results of other processes, and may quote what somebody else wrote.
+    The message is one line. It goes into logs and results of other processes, and may quote text of other programs.
     """
 
     def __init__(self, message: str = "", **facts: Any) -> None:

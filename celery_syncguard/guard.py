@@ -92,7 +92,9 @@ class SyncGuard:
         self.settings = settings
         self.events = Events()
         #: What happened in this process so far, for metrics: how often a delivery found its lock "held" and what was done
-        #: then ("retry", "skip", "raise", "copy"), a run was "answered", a publish a "duplicate", a lease "lost".
+        #: then ("retry", "skip", "raise", "copy"), was "answered", was "dropped" as a copy of an attempt that has ended or has a
+        #: later one running, was "dead" (its process died too often), or found the database "unavailable"; how often a
+        #: publish was a "duplicate", and a lease was "lost".
         self.counts: Counter[str] = Counter()
         self.store: LockStore = store if store is not None else _make_store(settings)
         #: What the database has not answered yet.

@@ -3,7 +3,7 @@
 Celery ends a wait for a result only in a *ready* state, and knows nothing of states that others invent; so `register()`
 adds SKIPPED to those. It is neither a success nor an exception: `AsyncResult.get()` returns the `Skipped` marker,
 `successful()` and `failed()` are false, a chord's body receives the marker as that part's result, and the steps of a
-chain behind a skipped one are SKIPPED too, so that nobody waits for them.
+chain behind a skipped one are SKIPPED too, so that no wait for them hangs.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def settle(task: Any, request: Any, skipped: Skipped) -> None:
 
 
 def _is_wanted(app: Any, element: Any, options: Any) -> bool:
-    """Whether anybody cares for the result of a step that was not sent yet."""
+    """Whether the result of a step that was not sent yet is wanted."""
     ignored = options.get("ignore_result")
     if ignored is None:
         ignored = getattr(app.tasks.get(element.get("task")), "ignore_result", False)
@@ -91,7 +91,7 @@ def _members(header: Any) -> Any:
 
 
 def wants_result(task: Any, request: Any) -> bool:
-    """Whether anybody cares for the result of this call."""
+    """Whether the result of this call is wanted."""
     ignored = request.ignore_result if request.ignore_result is not None else task.ignore_result
     return not ignored
 

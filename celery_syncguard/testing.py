@@ -36,7 +36,7 @@ def hold_elsewhere(
         task_id: of the task that holds, if it is to look like one.
 
     Raises:
-        LockHeld: somebody holds it already.
+        LockHeld: it is held already.
     """
     request = Acquire(
         key=normalize_key(key),

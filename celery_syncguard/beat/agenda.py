@@ -47,12 +47,12 @@ class Place:
     refusals: int = 0
     quiet_until: float = 0.0
 
-    def find_next(self, plan: Any) -> None:
+    def find_next(self, schedule: Any) -> None:
         """Find the next slot. Asks the schedule, which may be any class."""
-        self.counted = grid_start(plan, last_due_at=self.counted, since_at=self.since)
-        instant = once_only(plan)
+        self.counted = grid_start(schedule, last_due_at=self.counted, since_at=self.since)
+        instant = once_only(schedule)
         if instant is None:
-            self.next_due = next_due(plan, self.counted)
+            self.next_due = next_due(schedule, self.counted)
         else:
             # Another time under a name that ran before is another slot.
             self.next_due = instant if self.runs == 0 or instant != self.claimed else None
@@ -174,15 +174,15 @@ class Agenda:
         """Bring the pending slots of an entry up to date: add what came due, give up what is too late by now (because the
         broker was away, or the entry's class not willing).
         """
-        plan = entry.schedule
+        schedule = entry.schedule
         if not place.knows_next:
-            place.find_next(plan)
+            place.find_next(schedule)
         found: list[datetime] = []
         more = False
         came_due = place.next_due is not None and place.next_due <= now
-        instant = once_only(plan)
+        instant = once_only(schedule)
         if came_due:
-            found, more = due_between(plan, after=place.counted, now=now) if instant is None else ([instant], False)
+            found, more = due_between(schedule, after=place.counted, now=now) if instant is None else ([instant], False)
         elif not place.pending:
             return
         due = sorted({*place.pending, *found})
@@ -196,7 +196,7 @@ class Agenda:
         if found:
             place.counted = found[-1]
         if came_due:
-            place.next_due = next_due(plan, place.counted) if instant is None else None
+            place.next_due = next_due(schedule, place.counted) if instant is None else None
         elif fewer and not any(other.pending for other in self.places.values()):
             self._broker.works()  # nothing is left that cannot be sent; the next slot shows if it does
 

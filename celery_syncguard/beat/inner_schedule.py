@@ -10,7 +10,7 @@ from typing import Any
 
 from celery import beat
 
-from celery_syncguard.beat.slot_sender import sending
+from celery_syncguard.beat.slot_sender import sends_slots
 from celery_syncguard.core.events import logger
 from celery_syncguard.errors import ImproperlyConfigured
 
@@ -81,12 +81,12 @@ def full_name(cls: type) -> str:
 def open_schedule(cls: type, app: Any, *args: Any, **kwargs: Any) -> Any:
     """A scheduler of that class that sends slots."""
     try:
-        return sending(cls)(app, *args, **kwargs)
+        return sends_slots(cls)(app, *args, **kwargs)
     except Exception as exc:
         if not issubclass(cls, beat.PersistentScheduler):
             raise
         logger.warning("the schedule file cannot be used, going on without (its state is in the database): %s", exc)
-        return sending(beat.Scheduler)(app, *args, **kwargs)
+        return sends_slots(beat.Scheduler)(app, *args, **kwargs)
 
 
 def close_schedule(inner: Any) -> None:

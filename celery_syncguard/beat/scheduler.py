@@ -36,7 +36,7 @@ from celery_syncguard.beat.inner_schedule import (
     tell_what_is_missing,
 )
 from celery_syncguard.beat.postgres_slots import open_slots
-from celery_syncguard.beat.slot_sender import sending
+from celery_syncguard.beat.slot_sender import sends_slots
 from celery_syncguard.beat.slots import PRUNED_AT_MOST
 from celery_syncguard.beat.timekeeper import Timekeeper
 from celery_syncguard.core import clock
@@ -90,7 +90,7 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         self._settings = app_state.settings_for(app)
         self._guard = app_state.guard_for(app)
         self._class = inner_class(self._settings.beat_scheduler, app.conf.beat_scheduler, LeaderScheduler)
-        sending(self._class)  # refuses a class that it does not fit
+        sends_slots(self._class)  # refuses a class that it does not fit
         self._slots = open_slots(self._guard.store, self._settings.leader_key)
         self._inner: Any = None
         self._agenda: Agenda | None = None

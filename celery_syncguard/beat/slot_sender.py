@@ -1,6 +1,6 @@
-"""The schedule inside a leading beat: any scheduler class, whose entries are due by slots and are sent as slots.
+"""Sends the due slots of a leading beat: what any scheduler class gets so that its entries are due and sent as slots.
 
-`sending(cls)` is `cls` with `SendsSlots` put before it; one object of it lives for one term. Not here: which slots are due
+`sends_slots(cls)` is `cls` with `SendsSlots` put before it; one object of it lives for one term. Not here: which slots are due
 (`agenda`), whether the broker works (`broker`), when a term begins and ends (`scheduler`).
 
 A slot is sent like this:
@@ -39,7 +39,7 @@ from celery_syncguard.core.events import logger
 from celery_syncguard.errors import DuplicateTask, LeaseLost, NoLease, SchemaBehind, StoreUnavailable, SyncGuardError
 from celery_syncguard.tasks.celery_internals import due_now, heap_event
 
-__all__ = ["SendsSlots", "sending"]
+__all__ = ["SendsSlots", "sends_slots"]
 
 #: Seconds after which a tick stops looking at entries; and between two comparisons of the whole schedule with what it was.
 _LOOKING = 1.0
@@ -51,7 +51,7 @@ HeapEvent = heap_event()
 
 
 @functools.cache
-def sending(inner: type) -> type:
+def sends_slots(inner: type) -> type:
     """The class `inner`, sending slots.
 
     Raises:
@@ -206,11 +206,11 @@ class SendsSlots:
         ours = type(entry).is_due is beat.ScheduleEntry.is_due
         if ours and super().is_due.__func__ is beat.Scheduler.is_due:  # type: ignore[misc]
             return True, 0.0
-        plan, entry.schedule = entry.schedule, _due_now(entry.schedule)
+        schedule, entry.schedule = entry.schedule, _due_now(entry.schedule)
         try:
             due, delay = super().is_due(entry)  # type: ignore[misc]
         finally:
-            entry.schedule = plan
+            entry.schedule = schedule
         return bool(due), self.max_interval if delay is None else float(delay)
 
     # Sending
@@ -346,15 +346,15 @@ class SendsSlots:
         return producer
 
 
-def _due_now(plan: Any) -> Any:
+def _due_now(schedule: Any) -> Any:
     """The same schedule, saying that it is due; one whose class has an `is_due` of its own keeps that.
 
     Celery's own and django-celery-beat's would decide once more, by the host's clock and by the wall: in spring they see no
     02:30 at the slot that takes its place, and call it due the next day.
     """
-    if not type(plan).is_due.__module__.startswith(("celery.", "django_celery_beat.")):
-        return plan
-    return due_now(plan)
+    if not type(schedule).is_due.__module__.startswith(("celery.", "django_celery_beat.")):
+        return schedule
+    return due_now(schedule)
 
 
 def _causes(exc: BaseException | None) -> Iterator[BaseException]:

@@ -26,7 +26,8 @@ from collections.abc import Iterator, Sequence
 from datetime import MAXYEAR, MINYEAR, date, datetime, timedelta, timezone, tzinfo
 from typing import Any
 
-from celery.schedules import BaseSchedule, crontab, schedule, solar
+from celery.schedules import BaseSchedule, crontab, solar
+from celery.schedules import schedule as interval
 
 from celery_syncguard.tasks.celery_internals import altered, has_fields, is_system_zone
 
@@ -51,12 +52,12 @@ _BEFORE_EVENT = timedelta(hours=6)
 _HOUR, _SECOND = timedelta(hours=1), timedelta(seconds=1)
 
 
-def describe(plan: Any) -> str:
+def describe(schedule: Any) -> str:
     """A schedule as text that is the same in every process and changes when the schedule does."""
-    if _is_interval(plan):
-        return f"every {plan.run_every.total_seconds():g} s"
-    text = re.sub(r" at 0x[0-9a-f]+", "", repr(plan))
-    return f"{text} {plan.tz}" if isinstance(plan, crontab) else text
+    if _is_interval(schedule):
+        return f"every {schedule.run_every.total_seconds():g} s"
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(schedule))
+    return f"{text} {schedule.tz}" if isinstance(schedule, crontab) else text
 
 
 def choose(candidates: Sequence[datetime], *, now: datetime, rule: str) -> list[datetime]:
@@ -71,143 +72,143 @@ def choose(candidates: Sequence[datetime], *, now: datetime, rule: str) -> list[
     return last
 
 
-def next_due(plan: Any, after: datetime) -> datetime | None:
+def next_due(schedule: Any, after: datetime) -> datetime | None:
     """The first slot later than the instant `after`; None if there is none."""
-    if _is_interval(plan):
-        return after + _every(plan)
-    if _is_crontab(plan):
-        return _next_of_crontab(plan, after)
-    if _is_solar(plan):
-        return _next_of_sun(plan, after)
-    due = _ask(plan, after)
+    if _is_interval(schedule):
+        return after + _every(schedule)
+    if _is_crontab(schedule):
+        return _next_of_crontab(schedule, after)
+    if _is_solar(schedule):
+        return _next_of_sun(schedule, after)
+    due = _ask(schedule, after)
     return due if due > after else None
 
 
-def due_between(plan: Any, *, after: datetime, now: datetime) -> tuple[list[datetime], bool]:
+def due_between(schedule: Any, *, after: datetime, now: datetime) -> tuple[list[datetime], bool]:
     """The slots later than `after` and not later than `now`, in order: the latest `MAX_MISSED` of them. And whether there
     were more.
 
     It takes bounded time, however many lie in between. Of a schedule that only tells its next slot and that missed more than
     100, it may find fewer than `MAX_MISSED`; it always finds the latest.
     """
-    if _is_interval(plan):
-        every = _every(plan)
+    if _is_interval(schedule):
+        every = _every(schedule)
         count = max(0, (now - after) // every)
         first = max(1, count - MAX_MISSED + 1)
         return [after + every * number for number in range(first, count + 1)], first > 1
-    if _is_crontab(plan):
-        latest = list(itertools.islice(_crontab_backwards(plan, after, now), MAX_MISSED + 1))
+    if _is_crontab(schedule):
+        latest = list(itertools.islice(_crontab_backwards(schedule, after, now), MAX_MISSED + 1))
         return latest[:MAX_MISSED][::-1], len(latest) > MAX_MISSED
-    return _walk_back(plan, after, now)
+    return _walk_back(schedule, after, now)
 
 
-def grid_start(plan: Any, *, last_due_at: datetime, since_at: datetime) -> datetime:
+def grid_start(schedule: Any, *, last_due_at: datetime, since_at: datetime) -> datetime:
     """The instant to count slots from: none up to `since_at` is among them, and an interval keeps its grid."""
     if since_at <= last_due_at:
         return last_due_at
-    if _is_interval(plan):
-        every = _every(plan)
+    if _is_interval(schedule):
+        every = _every(schedule)
         return last_due_at + every * ((since_at - last_due_at) // every)
     return since_at
 
 
-def once_only(plan: Any) -> datetime | None:
+def once_only(schedule: Any) -> datetime | None:
     """The instant of a schedule that has only one, as django-celery-beat's clocked schedule does."""
-    instant = getattr(plan, "clocked_time", None)
+    instant = getattr(schedule, "clocked_time", None)
     return instant.astimezone(timezone.utc) if isinstance(instant, datetime) else None
 
 
-def _walk(plan: Any, after: datetime, now: datetime) -> tuple[list[datetime], bool]:
+def _walk(schedule: Any, after: datetime, now: datetime) -> tuple[list[datetime], bool]:
     """The slots that `_STEPS` steps find, and whether these are all up to `now`."""
     slots: list[datetime] = []
-    due = next_due(plan, after)
+    due = next_due(schedule, after)
     while due is not None and due <= now:
         slots.append(due)
         if len(slots) == _STEPS:
             return slots, False
-        due = next_due(plan, due)
+        due = next_due(schedule, due)
     return slots, True
 
 
-def _walk_back(plan: Any, after: datetime, now: datetime) -> tuple[list[datetime], bool]:
+def _walk_back(schedule: Any, after: datetime, now: datetime) -> tuple[list[datetime], bool]:
     """As `due_between`, for a schedule that only tells its next slot: from `after` on; after a long gap from a later instant,
     so that it takes bounded time.
     """
-    early, arrived = _walk(plan, after, now)
+    early, arrived = _walk(schedule, after, now)
     if arrived:
         return early, False
     latest: list[datetime] = []
     back = (early[-1] - after) * 0.9
     for _ in range(_WALKS):
         start = max(after, now - back)
-        slots, arrived = _walk(plan, start, now)
+        slots, arrived = _walk(schedule, start, now)
         if arrived:
             latest = slots
         if latest and (not arrived or len(latest) >= MAX_MISSED or start == after):
             break
         back = back * 2 if arrived else back / 4
-    return (latest or _latest(plan, early[-1], now))[-MAX_MISSED:], True
+    return (latest or _latest(schedule, early[-1], now))[-MAX_MISSED:], True
 
 
-def _latest(plan: Any, slot: datetime, now: datetime) -> list[datetime]:
+def _latest(schedule: Any, slot: datetime, now: datetime) -> list[datetime]:
     """The slots of the last second that has any, from that slot on: of a schedule whose slots lie close at times only."""
     end = now
     while end - slot > _SECOND:
         middle = slot + (end - slot) / 2
-        due = next_due(plan, middle)
+        due = next_due(schedule, middle)
         if due is not None and due <= now:
             slot = due
         else:
             end = middle
-    return [slot, *_walk(plan, slot, now)[0]]
+    return [slot, *_walk(schedule, slot, now)[0]]
 
 
-def _every(plan: schedule) -> timedelta:
-    every: timedelta = plan.run_every
+def _every(schedule: interval) -> timedelta:
+    every: timedelta = schedule.run_every
     return max(every, _SHORTEST)
 
 
-def _is_interval(plan: Any) -> bool:
+def _is_interval(schedule: Any) -> bool:
     return (
-        isinstance(plan, schedule)
-        and not plan.relative
-        and type(plan).remaining_estimate is schedule.remaining_estimate  # a crontab is a schedule too, for Celery
-        and not isinstance(plan, crontab)
+        isinstance(schedule, interval)
+        and not schedule.relative
+        and type(schedule).remaining_estimate is interval.remaining_estimate  # a crontab is a schedule too, for Celery
+        and not isinstance(schedule, crontab)
     )
 
 
-def _is_crontab(plan: Any) -> bool:
+def _is_crontab(schedule: Any) -> bool:
     return (
-        isinstance(plan, crontab)
-        and type(plan).remaining_estimate is crontab.remaining_estimate
-        and type(plan).remaining_delta is crontab.remaining_delta
-        and has_fields(plan)
+        isinstance(schedule, crontab)
+        and type(schedule).remaining_estimate is crontab.remaining_estimate
+        and type(schedule).remaining_delta is crontab.remaining_delta
+        and has_fields(schedule)
     )
 
 
-def _ask(plan: BaseSchedule, after: datetime) -> datetime:
+def _ask(schedule: BaseSchedule, after: datetime) -> datetime:
     now = datetime.now(timezone.utc)
     # It is to believe that it is exactly `now`: the estimate is a difference to that.
-    left: timedelta = altered(plan, nowfun=lambda: now).remaining_estimate(after)
+    left: timedelta = altered(schedule, nowfun=lambda: now).remaining_estimate(after)
     return (now + left).astimezone(timezone.utc)
 
 
-def _is_solar(plan: Any) -> bool:
-    return isinstance(plan, solar) and type(plan).remaining_estimate is solar.remaining_estimate
+def _is_solar(schedule: Any) -> bool:
+    return isinstance(schedule, solar) and type(schedule).remaining_estimate is solar.remaining_estimate
 
 
-def _next_of_sun(plan: solar, after: datetime) -> datetime | None:
-    due = _event(plan, after)
+def _next_of_sun(schedule: solar, after: datetime) -> datetime | None:
+    due = _event(schedule, after)
     if due <= after:
         # `after` is that event itself, which was found once more.
-        due = _event(plan, after + _HOUR)
+        due = _event(schedule, after + _HOUR)
     return due if due > after else None
 
 
-def _event(plan: solar, after: datetime) -> datetime:
+def _event(schedule: solar, after: datetime) -> datetime:
     """The event after that instant: the same one from every beginning."""
-    beginning = _ask(plan, after) - _BEFORE_EVENT
-    exact = _ask(plan, beginning.replace(minute=0, second=0, microsecond=0))
+    beginning = _ask(schedule, after) - _BEFORE_EVENT
+    exact = _ask(schedule, beginning.replace(minute=0, second=0, microsecond=0))
     whole = exact.replace(microsecond=0)
     return whole if whole == exact else whole + timedelta(seconds=1)
 
@@ -216,39 +217,41 @@ def _event(plan: solar, after: datetime) -> datetime:
 # where the clock changes, and in each stretch only the crontab's fields count. Wall times are naive here.
 
 
-def _next_of_crontab(plan: crontab, after: datetime) -> datetime | None:
+def _next_of_crontab(schedule: crontab, after: datetime) -> datetime | None:
     start = after.astimezone(timezone.utc) + _TICK
     while True:
         # An offset is less than a day: days before this one are over, and no slot of this one is earlier than that.
-        day = _matching_day(plan, (start - _DAY).date())
+        day = _matching_day(schedule, (start - _DAY).date())
         if day is None:
             return None
         start = max(start, _midnight(day) - _DAY)
-        slot = next(_crontab_within(plan, start, start + _DAY), None)
+        slot = next(_within(schedule, start, start + _DAY), None)
         if slot is not None:
             return slot
         start += _DAY
 
 
-def _crontab_backwards(plan: crontab, after: datetime, now: datetime) -> Iterator[datetime]:
+def _crontab_backwards(schedule: crontab, after: datetime, now: datetime) -> Iterator[datetime]:
     """The slots later than `after` and not later than `now`, the latest first."""
     after, end = after.astimezone(timezone.utc) + _TICK, now.astimezone(timezone.utc) + _TICK
     while after < end:
-        day = _matching_day(plan, (end + _DAY).date(), backwards=True)
+        day = _matching_day(schedule, (end + _DAY).date(), backwards=True)
         if day is None:
             return
         end = min(end, _midnight(day) + 2 * _DAY)
         start = max(after, end - _DAY)
         if start < end:
-            yield from _crontab_within(plan, start, end, backwards=True)
+            yield from _within(schedule, start, end, backwards=True)
         end = start
 
 
-def _crontab_within(plan: crontab, start: datetime, end: datetime, *, backwards: bool = False) -> Iterator[datetime]:
+def _within(schedule: crontab, start: datetime, end: datetime, *, backwards: bool = False) -> Iterator[datetime]:
     """The slots from `start` to before `end`, at most a day later; in order, or the latest first."""
-    stretches = _stretches(plan.tz, start, end, second_pass=len(plan.hour) == 24)
+    stretches = _stretches(schedule.tz, start, end, second_pass=len(schedule.hour) == 24)
     slots = [
-        _instants(plan, first, last, offset, backwards=backwards) for first, last, offset in stretches if first < last
+        _instants(schedule, first, last, offset, backwards=backwards)
+        for first, last, offset in stretches
+        if first < last
     ]
     seen: datetime | None = None
     for slot in heapq.merge(*slots, reverse=backwards):
@@ -293,14 +296,14 @@ def _change(before: datetime, after: datetime, zone: tzinfo) -> datetime:
 
 
 def _instants(
-    plan: crontab, start: datetime, end: datetime, offset: timedelta, *, backwards: bool
+    schedule: crontab, start: datetime, end: datetime, offset: timedelta, *, backwards: bool
 ) -> Iterator[datetime]:
     """The slots from `start` to before `end`, where the zone has that offset."""
     start, end = (start + offset).replace(tzinfo=None), (end + offset).replace(tzinfo=None)
     days = [start.date() + timedelta(days=number) for number in range((end.date() - start.date()).days + 1)]
-    hours, minutes = sorted(plan.hour, reverse=backwards), sorted(plan.minute, reverse=backwards)
+    hours, minutes = sorted(schedule.hour, reverse=backwards), sorted(schedule.minute, reverse=backwards)
     for day in reversed(days) if backwards else days:
-        if not _matches(plan, day):
+        if not _matches(schedule, day):
             continue
         for hour in hours:
             whole = datetime(day.year, day.month, day.day, hour)  # noqa: DTZ001 - a wall time
@@ -312,15 +315,16 @@ def _instants(
                     yield (wall - offset).replace(tzinfo=timezone.utc)
 
 
-def _matches(plan: crontab, day: date) -> bool:
-    return day.month in plan.month_of_year and day.day in plan.day_of_month and day.isoweekday() % 7 in plan.day_of_week
+def _matches(schedule: crontab, day: date) -> bool:
+    weekday = day.isoweekday() % 7
+    return day.month in schedule.month_of_year and day.day in schedule.day_of_month and weekday in schedule.day_of_week
 
 
-def _matching_day(plan: crontab, day: date, *, backwards: bool = False) -> date | None:
+def _matching_day(schedule: crontab, day: date, *, backwards: bool = False) -> date | None:
     """The first day that matches, from this one on; or the last one, up to this one."""
-    if _matches(plan, day):
+    if _matches(schedule, day):
         return day
-    months, days = sorted(plan.month_of_year, reverse=backwards), sorted(plan.day_of_month, reverse=backwards)
+    months, days = sorted(schedule.month_of_year, reverse=backwards), sorted(schedule.day_of_month, reverse=backwards)
     for years in range(_YEARS):
         year = day.year - years if backwards else day.year + years
         if not MINYEAR <= year <= MAXYEAR:
@@ -330,7 +334,7 @@ def _matching_day(plan: crontab, day: date, *, backwards: bool = False) -> date 
                 if number > monthrange(year, month)[1]:
                     continue
                 found = date(year, month, number)
-                if (found <= day if backwards else found >= day) and _matches(plan, found):
+                if (found <= day if backwards else found >= day) and _matches(schedule, found):
                     return found
     return None
 

@@ -66,7 +66,7 @@ def _runs_here(holder: str | None) -> bool:
 
 
 def _vacancy(term: TermRow | None) -> dict[str, Any]:
-    """The facts while nobody leads: for a moment, a takeover looks like that."""
+    """The facts while there is no leader. During a takeover that is so for a moment."""
     facts: dict[str, Any] = {"leading": False, "problem": "nobody leads", "takeover": False}
     if term is None:
         return facts  # there is no beat: the first one that reaches the database leads at once

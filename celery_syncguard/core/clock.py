@@ -1,4 +1,4 @@
-"""The only place that reads local time.
+"""The local time that decides something, and the wall clock for stamps.
 
 Deadlines need a clock that never goes back, that NTP does not set, and that counts the time for which a laptop or a virtual
 machine was suspended. On Linux that is CLOCK_BOOTTIME; elsewhere the monotonic clock is the nearest. The database's clock is

@@ -1,4 +1,4 @@
-"""The reserved keys of a leadership: of its lock, and of the note by which an operator ends a term."""
+"""How an operator ends a term from any machine: by a note under a reserved key, and by releasing the leader's lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of other libraries that those do not document: found when they are used, refused in one sentence where they are gone.
+"""Finds parts of other libraries that those do not document, when they are used; the error if they are gone.
 
 The modules `*_internals` name them, one module per library. Nothing here imports such a library by itself.
 """

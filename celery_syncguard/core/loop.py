@@ -1,4 +1,4 @@
-"""The only place that makes threads, and what they wait for.
+"""The threads of this library (the demo has one of its own), and what they wait for.
 
 A `Loop` calls one function again and again, each time after the number of seconds that the last call returned. Its thread
 is named, daemonic and waits for a bell, so it can be woken and stopped at once; start and stop may be repeated, a stop is

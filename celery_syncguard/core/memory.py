@@ -137,7 +137,7 @@ class MemoryStore:
                 if dead is not None:
                     return dead
             if row is not None and _died(row, request):
-                self._bury(row, now)
+                self._count_death(row, now)
                 if row.request.task_id != request.task_id:
                     self._end_claim_of(row)
             fence = max(self._counters.get(request.key, 0) + 1, int((now + self._offset) * 1000))
@@ -174,6 +174,8 @@ class MemoryStore:
             claim.expires = max(claim.expires, now + request.claim_wait)
 
     def _dead(self, request: Acquire, most: int, row: _Row | None, now: float) -> Dead | None:
+        if not self._deaths and row is None:
+            return None
         key, task = (self._deaths.get(subject) for subject in _subjects(request.key, request.task_id))
         of_task = task.count if task is not None else 0
         of_key = key.count if key is not None and key.last > now - _DEATHS_OF_KEY else 0
@@ -184,7 +186,7 @@ class MemoryStore:
             return Dead(deaths=of_task)
         return Dead(deaths=of_key, of_task=False) if of_key >= 2 * most else None
 
-    def _bury(self, row: _Row, now: float) -> None:
+    def _count_death(self, row: _Row, now: float) -> None:
         if row.request.task_id is not None:
             for subject in _subjects(row.request.key, row.request.task_id):
                 before = self._deaths.get(subject)
@@ -211,7 +213,7 @@ class MemoryStore:
                 row = None
             if release.run_key is not None and (row is not None or release.attempt_done):
                 self._complete(release.run_key, release.task_id, release.run_ttl or 0.0, now, release.fingerprint)
-            for subject in _subjects(release.key, release.task_id):
+            for subject in _subjects(release.key, release.task_id) if self._deaths else ():
                 deaths = self._deaths.get(subject)
                 if release.attempt_done:
                     self._deaths.pop(subject, None)
@@ -237,7 +239,7 @@ class MemoryStore:
             now = clock.now()
             dead = [row for row in self._rows.values() if row.request.process == process]
             for row in dead:
-                self._bury(row, now)
+                self._count_death(row, now)
                 claim = self._claims.get(row.request.claim_key or "")
                 if claim is not None and claim.claimed >= row.acquired:
                     # Made by the lease's own acquire. An older one is its message's, which may come again.

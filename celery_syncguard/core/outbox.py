@@ -30,7 +30,7 @@ from celery_syncguard.errors import StoreUnavailable, SyncGuardError
 __all__ = ["Letter", "Outbox"]
 
 #: Letters that wait. While the store is away no lease is granted and no claim is made, so they are few; the bound is for
-#: what nobody foresees.
+#: the unforeseen.
 MAX_WAITING = 10_000
 
 #: Seconds between two attempts while the store does not answer.
@@ -96,8 +96,8 @@ class Outbox:
     def put(self, letter: Letter, *, start: bool = True) -> None:
         """Deliver this letter as soon as possible.
 
-        `start=False` takes no lock, for a destructor or a signal handler. If the thread does not run then, somebody else
-        has to `start` it.
+        `start=False` takes no lock, for a destructor or a signal handler. If the thread does not run then, another
+        call has to `start` it.
         """
         if len(self._letters) >= MAX_WAITING:
             letter.tell()
@@ -108,9 +108,9 @@ class Outbox:
         if self._loop is not None:
             self._loop.wake()
 
-    def withdraw(self, about: object) -> None:
-        """What this letter says, if it is here, is not needed any more."""
-        self._letters.pop(about, None)
+    def withdraw(self, about: object) -> Letter | None:
+        """Take out the letter about this, which is not needed any more; None: it is not here."""
+        return self._letters.pop(about, None)
 
     def start(self) -> None:
         """Start the thread if something waits and it does not run, as after a start that failed. May be repeated."""
@@ -191,7 +191,7 @@ class Outbox:
         except SyncGuardError as exc:
             level = logger.debug if self._failing else logger.warning
             self._failing = True
-            level("%d thing(s) wait to be written to the database, and are repeated: %s", len(self._letters), exc)
+            level("%d write(s) to the database have no answer yet and are repeated: %s", len(self._letters), exc)
             # What is held up has a pause of its own.
             pause = 0.0 if isinstance(exc, StoreUnavailable) and exc.busy else _AGAIN
         waiting = self.waiting

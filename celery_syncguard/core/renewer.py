@@ -84,8 +84,8 @@ class Renewer:
         if not (self._loop.running and self._watch.running):
             self._loop.start()
             self._watch.start()
-        # A busy process looks once a second anyway. Most leases are due later than that and end before, so they wake
-        # nobody.
+        # A busy process looks once a second anyway. Most leases are due later than that and end before, so they need no
+        # wake-up.
         if wake_renewer:
             self._loop.wake()
         if wake_watchdog:

@@ -34,7 +34,7 @@ class Acquire:
 
     `run_keys`: return `Done` instead if one of these is completed. `max_deaths`: return `Dead` if the task lost that many
     leases in a row by the death of its process, or the key twice as many, the last within an hour. `claim_key`: the task's
-    claim, kept alive for `claim_ttl` or, without one, ended; and for `claim_wait` where the lock is held.
+    claim. Granted: extended to `claim_ttl` seconds from now, or ended if that is None. Held: extended to `claim_wait`.
     `call_id`: which publish of the task id this is.
     """
 

@@ -1,4 +1,4 @@
-"""psycopg's errors, and those of the caller's driver, as ours: what happened, where, and what to do about it.
+"""Turns an error of psycopg, or of the caller's driver, into one of ours: what happened, where, and what to do about it.
 
 A wait that hit the lock_timeout is `Busy`: the server answered, and it is not known who holds. Not here: repeating what
 failed (`store`).

@@ -1,4 +1,4 @@
-"""Exact fencing: tie a caller's transaction to a lease, and write a completion in it.
+"""Exact fencing: tie a caller's transaction to a lease.
 
 The row of the lease is locked `FOR KEY SHARE` until the transaction ends. A takeover changes lock_id, which has a unique
 index, so it needs a stronger lock and finds the row taken; a renewal changes only expires_at_ms and passes. Hence a
@@ -19,7 +19,7 @@ from celery_syncguard.core.lease import Lease
 from celery_syncguard.core.store import LockStore
 from celery_syncguard.postgres.adapters import adapter_for
 
-__all__ = ["complete", "fenced_transaction", "prove"]
+__all__ = ["fenced_transaction", "prove"]
 
 
 def prove(store: LockStore, lease: Lease, conn: Any) -> None:
@@ -55,15 +55,3 @@ def fenced_transaction(store: LockStore, lease: Lease, conn: Any) -> Iterator[No
         if not nested:
             prove(store, lease, conn)
         yield
-
-
-def complete(store: LockStore, lease: Lease, conn: Any, *, run_key: str, task_id: str | None, ttl: float) -> bool:
-    """In the transaction open on `conn`: prove the lease, then remember `run_key` as done for `ttl` seconds.
-
-    Returns false if it was remembered already.
-
-    Raises:
-        LeaseLost, NotInTransaction, InSavepoint: as `prove`.
-    """
-    prove(store, lease, conn)
-    return store.complete(conn, run_key=run_key, task_id=task_id, ttl=ttl)

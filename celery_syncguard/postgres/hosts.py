@@ -35,7 +35,7 @@ Address = tuple[str, str, str]
 #: The most connections per process and server whose statement was given up and has perhaps not ended.
 LEFT_OVER = 2
 
-#: Seconds that it may take to tell the server again that they are to end, and seconds after which that is done again.
+#: How many seconds one repeated cancel may take, and how many to wait before the next.
 _AGAIN, _AGAIN_AFTER = 0.5, 5.0
 
 #: Connections that belong to the parent of a fork are kept here, so that no destructor closes its sockets.

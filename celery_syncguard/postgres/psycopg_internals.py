@@ -1,5 +1,5 @@
-"""What we use of psycopg and psycopg_pool that they do not document, and nothing else. Others here use what is documented:
-`psycopg.pq`, which has libpq's functions by their names, is.
+"""What we use of psycopg and psycopg_pool that they do not document, and nothing else. The other modules of `postgres` use only
+documented parts, such as `psycopg.pq`, whose functions are those of libpq.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def error_of(result: pq.abc.PGresult) -> psycopg.Error:
 
 
 def detach(conn: psycopg.Connection[Any]) -> PGconn:
-    """Take libpq's connection out of psycopg's, which is closed for everybody from then on, without closing it.
+    """Take libpq's connection out of psycopg's, which counts as closed from then on, without closing it.
 
     Relies on psycopg looking at `Connection.pgconn` for each call. If that cannot be set, libpq's is closed.
     """

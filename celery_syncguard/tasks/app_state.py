@@ -1,4 +1,4 @@
-"""Which guard belongs to which Celery application: the only module-level state of the Celery layer.
+"""What we keep for one Celery application (its guard and its settings), and what a worker does at its start and end with it.
 
 A guard is made when it is first asked for, from the application's configuration, and lives as long as the application.
 """
@@ -41,7 +41,7 @@ class AppState:
     def settings(self) -> Settings:
         if self._settings is None:
             app = self._app()
-            assert app is not None  # whoever asks has it
+            assert app is not None  # the caller has it
             self._settings = Settings.from_mapping(app.conf, namespace=app.namespace)
         return self._settings
 
@@ -83,7 +83,7 @@ def guard_for(app: Celery) -> SyncGuard:
     """The application's guard.
 
     Raises:
-        ImproperlyConfigured: its `syncguard_*` settings cannot be meant, or there is no dsn.
+        ImproperlyConfigured: a `syncguard_*` setting is invalid, or there is no dsn.
     """
     return state_of(app).guard
 

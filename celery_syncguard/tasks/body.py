@@ -23,7 +23,8 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 _UNKNOWN = inspect.Signature([inspect.Parameter("args", _VARIADIC[0]), inspect.Parameter("kwargs", _VARIADIC[1])])
 
-#: Where decorators come from that hand on without showing it: of tasks with pydantic=True, two packages' `retry`.
+#: Modules whose decorators pass arguments on unchanged, though their source does not show it: Celery's for pydantic=True, and
+#: the `retry` of two packages.
 _TRUSTED = frozenset({"backoff._sync", "celery.app.base", "tenacity"})
 
 #: Methods of a dict that do not change it.
@@ -31,7 +32,7 @@ _READS = frozenset({"copy", "get", "items", "keys", "values"})
 
 
 def body_of(task: type) -> Any:
-    """What the class has as its body: `run`, or else a `__call__` that somebody has written. As `inspect.getattr_static`."""
+    """What the class has as its body: `run`, or else its own `__call__`. As `inspect.getattr_static`."""
     run = inspect.getattr_static(task, "run")
     if run is not Task.__dict__["run"]:
         return run

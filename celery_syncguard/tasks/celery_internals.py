@@ -26,7 +26,7 @@ __all__ = [
     "add_ready_state",
     "altered",
     "call_as_function",
-    "call_chain",
+    "call_attempt",
     "due_now",
     "errback_request",
     "find_app",
@@ -133,9 +133,9 @@ def errback_request(args: tuple[Any, ...], caller: FrameType | None) -> Any:
 AUTORETRY = "_syncguard_autoretry"
 
 
-def call_chain(chain: Any) -> Any:
-    """What Celery's autoretry calls instead of `run`: it gets the call of the gate as its only argument."""
-    return chain()
+def call_attempt(attempt: Any) -> Any:
+    """What Celery's autoretry calls instead of `run`. Its only argument is the attempt of a delivery."""
+    return attempt()
 
 
 def weave(task: Any, name: str, value: Any) -> tuple[str, Any]:
@@ -145,7 +145,7 @@ def weave(task: Any, name: str, value: Any) -> tuple[str, Any]:
     the lock and retries as `self.retry` does.
     """
     if name == "_orig_run":
-        return name, call_chain
+        return name, call_attempt
     if name == "run" and "_orig_run" in task.__dict__ and AUTORETRY not in task.__dict__:
         return AUTORETRY, value
     return name, value
@@ -196,7 +196,7 @@ def instant(app: Any, moment: str | datetime) -> datetime:
 
 
 def add_ready_state(state: str) -> None:
-    """Have all result backends, and whoever waits for a result, take a state of ours for one in which a result is ready.
+    """Have all result backends, and all code that waits for a result, take a state of ours for one in which a result is ready.
 
     Relies on the frozen sets of `celery.states` and their copies: in the base class of backends, and in default arguments of
     its methods. A copy that is not there any more is passed over; a new one would have a wait go on until its timeout.
@@ -316,38 +316,38 @@ def sync_noting(scheduler: Any) -> None:
     getattr(scheduler, "_do_sync", scheduler.sync)()
 
 
-def altered(plan: Any, **attributes: Any) -> Any:
+def altered(schedule: Any, **attributes: Any) -> Any:
     """A copy of a schedule with other attributes. `copy` would call its constructor, with what its `__reduce__` says.
 
     Relies on schedules keeping what they are in their `__dict__`. One with slots is copied by `copy`.
     """
-    if hasattr(plan, "__dict__"):
-        made = object.__new__(type(plan))
-        made.__dict__.update(plan.__dict__)
+    if hasattr(schedule, "__dict__"):
+        made = object.__new__(type(schedule))
+        made.__dict__.update(schedule.__dict__)
     else:
-        made = copy.copy(plan)
+        made = copy.copy(schedule)
     for name, value in attributes.items():
         setattr(made, name, value)
     return made
 
 
-def due_now(plan: Any) -> Any:
+def due_now(schedule: Any) -> Any:
     """A copy of a schedule that says that it is due.
 
     Relies on `celery.schedules.schedstate`, which some read by name. Without it: a tuple, as documented.
     """
     state = find("celery.schedules:schedstate")
     due = (True, 0.0) if state is None else state(is_due=True, next=0.0)
-    return altered(plan, is_due=lambda _last_run_at: due)
+    return altered(schedule, is_due=lambda _last_run_at: due)
 
 
-def has_fields(plan: Any) -> bool:
+def has_fields(schedule: Any) -> bool:
     """Whether a crontab has its fields as sets of numbers.
 
     Relies on five attributes of it. Without them: no, and it is asked for one slot after the other, as any other schedule.
     """
     names = ("minute", "hour", "day_of_week", "day_of_month", "month_of_year")
-    return all(isinstance(getattr(plan, name, None), (set, frozenset)) for name in names)
+    return all(isinstance(getattr(schedule, name, None), (set, frozenset)) for name in names)
 
 
 def is_system_zone(zone: Any) -> bool:

@@ -3,7 +3,7 @@
 `make` gives it a short life before the message is published, so that a producer which dies in between blocks others for
 seconds only. `confirm` gives it its whole life when the broker has the message; what is not confirmed in time ends early,
 and then a duplicate may be queued, but nothing is lost. `keep` confirms what a worker starts, in case the producer died
-first. `renew` is for what is published again. Every claim ends in `end`:
+first. `renew` is for what is published again. `end` ends it, by what became of the work:
 
     outcome                                                    dedup_until = "start"   "done"    "ttl"
     BEGUN   the body begins                                    ends                    stays     stays
@@ -13,7 +13,8 @@ first. `renew` is for what is published again. Every claim ends in `end`:
     AGAIN   the work goes on under this claim: it is retried,  stays                   stays     stays
             replaced, goes back to the queue, another copy runs
 
-Not here: what becomes of a claim without its task: its ttl, and who finds an expired lease of its task (SQL).
+Not here, but in SQL: with "start" and a lock the acquire ends the claim (`syncguard_acquire` without `p_claim_ttl_ms`); its
+ttl; and an acquire, a claim, a burial or a prune that finds its process dead (`syncguard_end_claim`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _SHORTEST = 1.0
 
 
 class Outcome(enum.Enum):
-    """What became of the work: each value is with which `dedup_until` its claim ends then."""
+    """What became of the work. The value: the settings of `dedup_until` with which the claim ends at this outcome."""
 
     BEGUN = frozenset({"start"})
     ENDED = frozenset({"start", "done"})
@@ -59,7 +60,18 @@ class Outcome(enum.Enum):
 def make(guard: SyncGuard, key: str, *, task_id: str, ttl: float, holder: str, fingerprint: str | None) -> Claim:
     """Claim the work for a task that is about to be published. Raises StoreUnavailable, SchemaBehind."""
     life = min(_UNCONFIRMED_TTL, ttl)
-    return guard.store.claim(key, task_id=task_id, ttl=life, holder=holder, fingerprint=fingerprint)
+    return _claim(guard, key, task_id=task_id, ttl=life, holder=holder, fingerprint=fingerprint)
+
+
+def _claim(guard: SyncGuard, key: str, *, task_id: str, **how: Any) -> Claim:
+    # What waits to end an earlier claim of this task would end the new one.
+    waiting = guard.outbox.withdraw((key, task_id))
+    try:
+        return guard.store.claim(key, task_id=task_id, **how)
+    except BaseException:
+        if waiting is not None:
+            guard.outbox.put(waiting)
+        raise
 
 
 def confirm(guard: SyncGuard, key: str, *, task_id: str, ttl: float) -> None:
@@ -86,7 +98,7 @@ def keep(guard: SyncGuard, key: str, *, task_id: str, ttl: float, delay: float =
 def renew(guard: SyncGuard, key: str, *, task_id: str, ttl: float, holder: str, until: str) -> None:
     """The task is published again under its claim: `ttl` seconds from now. After "start" it claims anew."""
     try:
-        guard.store.claim(key, task_id=task_id, ttl=ttl, holder=holder, again=until == "start")
+        _claim(guard, key, task_id=task_id, ttl=ttl, holder=holder, again=until == "start")
     except SyncGuardError as exc:
         logger.warning("a claim could not be renewed: %s", exc)
 

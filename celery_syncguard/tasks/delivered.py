@@ -1,4 +1,4 @@
-"""A message for a task, as it was delivered: its keys, and what its call and its attempt are known by."""
+"""One delivered message, the base of `Delivery`: its keys, and what identifies its call and its attempt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Delivered"]
 class Delivered:
     """One message for one task."""
 
-    __slots__ = ("_guard", "header", "options", "outcome", "patience", "request", "task", "waited")
+    __slots__ = ("_call_id", "_guard", "header", "options", "outcome", "patience", "request", "task", "waited")
 
     def __init__(self, task: Any, request: Any, header: Header, options: TaskOptions) -> None:
         self.task = task
@@ -33,6 +33,7 @@ class Delivered:
         #: Seconds that an eager call has waited for its lock.
         self.waited = 0.0
         self._guard: SyncGuard | None = None
+        self._call_id: str | None = None
 
     @property
     def guard(self) -> SyncGuard:
@@ -72,15 +73,17 @@ class Delivered:
 
     @property
     def call_id(self) -> str:
-        """Which publish of the task id this is: a new one is new work, and no copy of what an old one left behind. Where
-        each worker has a message of its own, each of those is a call of its own.
+        """Which publish of the task id this is: a new publish under an old id is new work, not a copy. From a Broadcast queue
+        each worker's message is a call of its own.
         """
-        call: str = self.header.call_id or self.request.id
-        return f"{call}@{self.request.hostname}" if self.for_everybody else call
+        if self._call_id is None:
+            call: str = self.header.call_id or self.request.id
+            self._call_id = f"{call}@{self.request.hostname}" if self.for_everybody else call
+        return self._call_id
 
     @property
     def attempt_key(self) -> str:
-        """What the end of this attempt is remembered by, for its copies."""
+        """The key of the completion that says that this attempt has ended, for its copies."""
         return f"attempt:{self.call_id}:{self.attempt}"
 
     def is_ours(self, held: Held) -> bool:
@@ -88,10 +91,9 @@ class Delivered:
         return held.task_id == self.request.id and self.call_id == (held.call_id or held.task_id)
 
     def end_claim(self, outcome: Outcome, *, later: bool = False) -> None:
-        """This has become of its work, and no lease is released with it."""
+        """End its claim, if it ends at this outcome, where no lease is released that would end it."""
         key, options = self.header.claim_key, self.options
         if key is not None and outcome.ends(options.dedup_until):
-            self.header = self.header._replace(claim_key=None)
             claims.end(
                 self.guard,
                 key,
@@ -101,3 +103,5 @@ class Delivered:
                 ttl=options.dedup_ttl,
                 later=later,
             )
+            # Only now: if a soft time limit strikes before, the end of the delivery ends it.
+            self.header = self.header._replace(claim_key=None)

@@ -38,7 +38,7 @@ from celery_syncguard.tasks.delivered import Delivered
 from celery_syncguard.tasks.header import Header
 from celery_syncguard.tasks.interrupt import Interrupt, interrupt_for
 
-__all__ = ["DELIVERY", "Delivery", "check_outer", "end_without_turn"]
+__all__ = ["DELIVERY", "Delivery", "check_outer", "end_without_body"]
 
 #: Where a request keeps its delivery, from the start of its body to its end.
 DELIVERY = "_syncguard_delivery"
@@ -52,7 +52,7 @@ _ABSENT = (StoreUnavailable, SchemaBehind)
 _running: dict[Any, list[Delivery]] = {}
 
 
-def _runs_here() -> Sequence[Delivery]:
+def _deliveries_here() -> Sequence[Delivery]:
     return _running.get(get_ident(), ())
 
 
@@ -63,13 +63,13 @@ def check_outer() -> None:
     Raises:
         LeaseLost: the lease of a body around this call is lost.
     """
-    for run in _runs_here():
-        if run.interrupt is not None and run.lease is not None and run.lease.lost_reason is not None:
-            raise run.lease.loss()
+    for one in _deliveries_here():
+        if one.interrupt is not None and one.lease is not None and one.lease.lost_reason is not None:
+            raise one.lease.loss()
 
 
-def end_without_turn(task: Any, request: Any, state: str | None, outcome: Any) -> None:
-    """After a delivery that was over before we had our turn, as `before_start` or a `__call__` raised: its claim ends here."""
+def end_without_body(task: Any, request: Any, state: str | None, returned: Any) -> None:
+    """After a delivery whose body was never reached, as `before_start` or a `__call__` raised: its claim ends here."""
     if Header.claim_in(request.headers) is None:
         return
     delivery = Delivery(task, request)
@@ -78,7 +78,7 @@ def end_without_turn(task: Any, request: Any, state: str | None, outcome: Any) -
     except SyncGuardError:
         pass  # that is what the task failed with
     # Without a state the process is being ended, and the main process knows what becomes of the message.
-    again = state in (None, RETRY) or (isinstance(outcome, Reject) and outcome.requeue)
+    again = state in (None, RETRY) or (isinstance(returned, Reject) and returned.requeue)
     delivery.end_claim(Outcome.AGAIN if again else Outcome.ENDED)
 
 
@@ -89,7 +89,7 @@ class Delivery(Delivered):
 
     def __init__(self, task: Any, request: Any) -> None:
         # The rest of the header is read when it may fail.
-        super().__init__(task, request, Header(claim_key=Header.claim_in(request.headers)), task.plan().options)
+        super().__init__(task, request, Header(claim_key=Header.claim_in(request.headers)), task.task_keys().options)
         self.lease: Lease | None = None
         self.interrupt: Interrupt | None = None
         #: The claim that whatever replaces this task goes on under.
@@ -110,22 +110,30 @@ class Delivery(Delivered):
             self.complete(args, kwargs)
             return self._attempt(body)
 
+        failure: BaseException | None = None
         try:
-            # Outside of autoretry: the next attempt could not read it either.
-            self.header = Header.of(self.request.headers)
-            result = attempt() if autoretry is None else autoretry(attempt)
+            try:
+                # Outside of autoretry: the next attempt could not read it either.
+                self.header = Header.of(self.request.headers)
+                result = attempt() if autoretry is None else autoretry(attempt)
+            except BaseException as exc:
+                failure = exc
+                self._end(exc)
+                raise
             self._end(None)
         except BaseException as exc:
-            # Also where a soft time limit has struck in the end itself.
-            self._end(exc)
+            # Again: a soft time limit may have struck in the end itself. A retry that was published goes on all the same.
+            self._end(exc if failure is None else failure)
             raise
+        finally:
+            failure = None
         return result
 
     # Keys
 
     def complete(self, args: Any, kwargs: Any) -> None:
         """Compute the keys that the message lacks. Raises InvalidKey, ImproperlyConfigured, TypeError."""
-        self.header, self.options = self.task.plan().complete(self.task, self.header, args, kwargs, {})
+        self.header, self.options = self.task.task_keys().complete(self.task, self.header, args, kwargs, {})
 
     # Acquire
 
@@ -168,9 +176,9 @@ class Delivery(Delivered):
                 if not_run.without_store(self, exc):
                     return self._run_body(body)
                 continue
-            except Exception as exc:
+            except BaseException as exc:
                 if not isinstance(exc, SyncGuardError):
-                    # A soft time limit, perhaps just after the grant.
+                    # A soft time limit or Ctrl-C, perhaps just after the grant.
                     self.guard.give_back(request)
                 raise
             if isinstance(answer, Lease):
@@ -186,8 +194,9 @@ class Delivery(Delivered):
 
     def _refuse_nesting(self, key: str) -> None:
         """An eager call that waits for a lock which its own caller holds would wait for ever."""
-        for outer in _runs_here():
+        for outer in _deliveries_here():
             if outer.lease is not None and outer.lease.key == key:
+                self.guard.counts.update(("held", "raise"))
                 raise LockHeld(
                     f"{self.who} would wait for itself: {key!r} is held by {outer.who}, which is calling it; give the inner "
                     f"task another key, or publish it instead",
@@ -240,7 +249,7 @@ class Delivery(Delivered):
             if self.interrupt is not None:
                 lease.on_lost = self.interrupt.fire
             if lease.lost_reason is not None:
-                # Lost before anybody could have been told.
+                # Lost before the interrupt was there to be told.
                 raise lease.loss()
 
     def _report_start(self) -> None:
@@ -264,8 +273,8 @@ class Delivery(Delivered):
             return self.lease.loss()
         if exc.lock_id:
             return None
-        interrupted = (run for run in reversed(_runs_here()) if run.interrupt is not None and run.interrupt.fired)
-        return next((run.lease.loss() for run in interrupted if run.lease is not None), self.lease.loss())
+        interrupted = (one for one in reversed(_deliveries_here()) if one.interrupt is not None and one.interrupt.fired)
+        return next((one.lease.loss() for one in interrupted if one.lease is not None), self.lease.loss())
 
     def _leave(self) -> None:
         runs = _running.get(get_ident(), [])
@@ -282,9 +291,9 @@ class Delivery(Delivered):
         """
         self._disarm()
         self.key_passed_on = True
-        lease, self.lease = self.lease, None
-        if lease is not None:
-            self._release(lease, Ignore("replaced"), again=False)
+        if self.lease is not None:
+            self._release(self.lease, Ignore("replaced"), again=False)
+            self.lease = None  # only now: a soft time limit leaves it to the end
 
     def _end(self, failure: BaseException | None) -> None:
         """With everything that the end of this attempt means. Does nothing the second time."""
@@ -320,7 +329,7 @@ class Delivery(Delivered):
             if failure is None:
                 run_key, run_ttl = self.run_key, self.options.run_once_ttl
             elif by_itself:
-                # One run per attempt, also for copies that nobody has seen by now.
+                # One run per attempt, also for copies that come after this release.
                 run_key, run_ttl = self.attempt_key, _ATTEMPT_TTL
         try:
             released = claims.end(
@@ -330,7 +339,7 @@ class Delivery(Delivered):
                 task_id=self.request.id,
                 until=self.options.dedup_until,
                 lease=lease,
-                # What comes again finds its key free: held on for nobody, it would turn its own next attempt away.
+                # The next attempt has to find its key free: a key that stays taken after this release would block it.
                 min_hold=None if key_passed_on else self.options.lock_min_hold or None,
                 run_key=run_key,
                 run_ttl=run_ttl,

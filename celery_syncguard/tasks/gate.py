@@ -1,7 +1,7 @@
 """The gate between Celery and a body: the one call that Celery's tracer makes runs under the lock, every other is plain.
 
 Celery's tracer calls the task itself, and not its `run`, if the task's class has a `__call__` of its own, as LockedTask has.
-So the gate lies around `__call__` of the task's own class, whoever defined that, and covers whatever is called in it: `run`
+So the gate lies around `__call__` of the task's own class, wherever that is defined, and covers whatever is called in it: `run`
 wherever it was inherited from, a `run` that was set later, on the class or on the task, or a body in `__call__` itself.
 
 Nothing in a call tells the tracer's from `self("probe")` in a hook. But directly before it the tracer calls `before_start`,
@@ -95,7 +95,7 @@ def _around_before_start(found: Any) -> Any:
 
 
 def _is_hooked(task: Any) -> bool:
-    """Whether the tracer's call comes after our `before_start`. Where somebody has put another in its place, it is the
+    """Whether the tracer's call comes after our `before_start`. Where another one was put in its place, it is the
     first call.
     """
     return "before_start" not in task.__dict__ and hasattr(type(task).before_start, _OURS)
@@ -124,12 +124,14 @@ def _pass(task: Any, request: Any, call: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _run_as_errback(task: Any, failed: Any, args: Any, kwargs: Any) -> Any:
-    """What runs when a task is somebody's `link_error` and takes (request, exc, traceback), or is immutable and takes more than
-    one argument: Celery then calls it as a function, where the other task failed. It takes its lock as an eager call does; the main process of a worker, which
-    fails a task whose process died, does not wait for it. That it could not run is logged: an exception would be the
-    other task's, and Celery before 5.7 does not expect one.
+    """Run an errback under its lock, as an eager call.
+
+    Celery calls the `link_error` of a failed task as a plain function if it takes (request, exc, traceback), or if it is
+    immutable and takes more than one argument. In the main process of a worker, which fails a task whose process died, it
+    does not wait for its lock. A failure is logged and not raised: it would be taken for the other task's, and Celery before
+    5.7 does not expect an exception there.
     """
-    options = task.plan().options
+    options = task.task_keys().options
     overrides: dict[str, Any] = {}
     if options.dedup_key:
         # Nothing is queued, and these arguments cannot be compared.

@@ -3,7 +3,7 @@
 Where the body runs decides how:
 
   * in a process's main thread (prefork, solo): a signal handler raises, so that a blocked system call ends at once. The
-    signal is SIGURG, which nobody uses and whose default is to be ignored;
+    signal is SIGURG, which is hardly used and ignored by default;
   * in another thread (threads pool), from Python 3.12 on: CPython's asynchronous exception, delivered between two bytecodes.
     Before 3.12 it may strike a thread that the body has just started, and the body waits for that for ever. There a body in a
     thread is not interrupted: it learns of the loss by `lease.check()` or `lease.fenced()`, as with `lock_on_lost="continue"`;
@@ -53,7 +53,7 @@ class Interrupt(Protocol):
     def fire(self, lease: Lease) -> None:
         """The lease is lost: raise in the body, unless it has ended. From any thread; at most once.
 
-        Called in the body's own thread it does nothing: whoever noticed there says so there.
+        Called in the body's own thread it does nothing: the code that noticed the loss raises it there.
         """
 
     def disarm(self) -> None:
@@ -135,7 +135,7 @@ class _ThreadInterrupt:
     def __init__(self) -> None:
         self.ident = threading.get_ident()
         self.fired = False
-        self._right = [self]  # whoever pops it may decide: to raise, or that nothing is raised any more
+        self._right = [self]  # the side that pops it decides: to raise, or that nothing is raised any more
         self._settled = False  # what was decided has been done
 
     def fire(self, lease: Lease) -> None:

@@ -1,4 +1,4 @@
-"""What the options of a task come to: its keys for given arguments.
+"""Task keys: the lock, dedup and run-once keys of one task class, for given arguments, and the options of one call.
 
 Made once per task class, so that a publish parses no template and inspects no signature.
 """
@@ -23,16 +23,27 @@ __all__ = ["TaskKeys"]
 _ENTRIES = {"lock_key": ("key", "lock_key"), "dedup_key": ("claim", "claim_key"), "run_once": ("run", "run_key")}
 
 
+def _computed(options: TaskOptions) -> list[tuple[str, str, str, Any]]:
+    """Option, entry, attribute of the header and source of each key that is made from the arguments."""
+    return [
+        (name, entry, attribute, source)
+        for name, (entry, attribute) in _ENTRIES.items()
+        # run_once=True goes by the task's id.
+        if (source := getattr(options, name)) and not (name == "run_once" and source is True)
+    ]
+
+
 class TaskKeys:
     """The options of one task class, with its templates parsed."""
 
-    __slots__ = ("_parameters", "_templates", "body", "options")
+    __slots__ = ("_computed", "_parameters", "_templates", "body", "options")
 
     def __init__(self, options: TaskOptions, signature: inspect.Signature, body: Any) -> None:
         self.options = options
         #: What `run` was.
         self.body = body
         self._parameters = Parameters(signature)
+        self._computed = _computed(options)
         self._templates = {
             (name, text): Template(text, self._parameters, what=name)
             for name in _ENTRIES
@@ -75,11 +86,9 @@ class TaskKeys:
                 if not (name in _ENTRIES and isinstance(value, str))
             }
         missing = [
-            (name, entry, attribute, source)
-            for name, (entry, attribute) in _ENTRIES.items()
-            # run_once=True goes by the task's id.
-            if (source := getattr(options, name)) and not (name == "run_once" and source is True)
-            if name in overrides or getattr(header, attribute) is None
+            one
+            for one in (self._computed if options is self.options else _computed(options))
+            if one[0] in overrides or getattr(header, one[2]) is None
         ]
         if missing:
             serializer = header.serializer or task.serializer or task.app.conf.task_serializer

@@ -24,7 +24,7 @@ from celery_syncguard.skipped import Skipped
 from celery_syncguard.tasks.claims import Outcome
 from celery_syncguard.tasks.delivered import Delivered
 
-__all__ = ["HANDOVER", "Answered", "answer", "blocked", "too_many_deaths", "without_store"]
+__all__ = ["HANDOVER", "NotRun", "answer", "blocked", "too_many_deaths", "without_store"]
 
 #: Seconds that a retry waits in place for the end of the attempt which published it, and an answer for the first result.
 HANDOVER = 2.0
@@ -33,8 +33,10 @@ HANDOVER = 2.0
 _EAGER_PATIENCE = 60.0
 
 
-class Answered(Ignore):  # type: ignore[misc]
-    """Tells Celery's tracer that the outcome is handled. Carries the marker of a skipped task."""
+class NotRun(Ignore):  # type: ignore[misc]
+    """Raised through Celery's tracer for a body that does not run, so that the tracer stores nothing. `skipped` is the marker
+    of a skipped task; None: another delivery stores the result.
+    """
 
     def __init__(self, message: str, marker: Skipped | None = None) -> None:
         super().__init__(message)
@@ -45,6 +47,7 @@ def answer(message: Delivered, done: Done) -> Any:
     """The work was done before: its result, or None."""
     who = message.who
     if done.run_key != message.run_key:
+        message.guard.counts["dropped"] += 1
         logger.info("%s not run: another delivery of this attempt ended %.1f s ago", who, done.age)
         raise _copy(message, "another delivery of this attempt has ended")
     logger.info("%s not run: %r was done by task %s %.1f s ago", who, done.run_key, done.task_id, done.age)
@@ -57,10 +60,10 @@ def answer(message: Delivered, done: Done) -> Any:
     return _first_result(message, done)
 
 
-def _copy(message: Delivered, why: str) -> Answered:
+def _copy(message: Delivered, why: str) -> NotRun:
     """The claim is that of the other delivery."""
     message.outcome = Outcome.AGAIN
-    return Answered(why)
+    return NotRun(why)
 
 
 def _first_result(message: Delivered, done: Done) -> Any:
@@ -85,7 +88,8 @@ def _first_result(message: Delivered, done: Done) -> Any:
 
 
 def too_many_deaths(message: Delivered, dead: Dead, key: str) -> TooManyDeaths:
-    """The error of a task that is not started any more."""
+    """The error of a task that is not started any more. Celery logs it as the failure of the task."""
+    message.guard.counts["dead"] += 1
     why = (
         f" again: its process died {dead.deaths} times in a row while it held {key!r} (lock_max_deaths)"
         if dead.of_task
@@ -96,8 +100,9 @@ def too_many_deaths(message: Delivered, dead: Dead, key: str) -> TooManyDeaths:
 
 
 def without_store(message: Delivered, exc: SyncGuardError) -> bool:
-    """The database cannot be asked. True: run unlocked. Returns False to try again; else raises."""
+    """The database does not answer. Returns True to run unlocked, False to try again; else raises."""
     mode = message.options.lock_on_unavailable
+    message.guard.counts["unavailable"] += 1
     if mode == "run":
         logger.warning("%s runs without its lock: %s", message.who, exc)
         return True
@@ -115,21 +120,22 @@ def blocked(message: Delivered, held: Held) -> None:
     own = message.is_ours(held)
     if own and held.attempt is not None and held.attempt > message.attempt:
         # The attempt that runs was published by this one, which is delivered once more.
+        message.guard.counts["dropped"] += 1
         logger.info("%s not run: a later attempt of it runs already", who)
         raise _copy(message, "a later attempt runs already")
-    outcome = "copy" if own else message.options.lock_on_held
+    reaction = "copy" if own else message.options.lock_on_held
     delay = _delay(message)
-    message.guard.counts.update(("held", outcome))
+    message.guard.counts.update(("held", reaction))
     signals.lock_held.send(
-        sender=message.task, held=held, outcome=outcome, delay=delay if outcome in ("copy", "retry") else None
+        sender=message.task, held=held, outcome=reaction, delay=delay if reaction in ("copy", "retry") else None
     )
     if own:
         logger.info("%s not run: it runs already, for %.1f s; this copy comes back in %.1f s", who, held.since, delay)
         _come_back(message, error, delay=delay, hidden=held.attempt == message.attempt)
-    elif outcome == "raise":
+    elif reaction == "raise":
         logger.info("%s fails: %s", who, error)
         raise error
-    elif outcome == "skip":
+    elif reaction == "skip":
         raise _skip(message, held, error)
     elif message.for_everybody:
         logger.info("%s waits here, as it was sent to every worker: %s", who, error)
@@ -139,7 +145,7 @@ def blocked(message: Delivered, held: Held) -> None:
         _come_back(message, error, delay=delay)
 
 
-def _skip(message: Delivered, held: Held, error: LockHeld) -> Answered:
+def _skip(message: Delivered, held: Held, error: LockHeld) -> NotRun:
     task, request = message.task, message.request
     marker = Skipped(key=held.key, holder=held.holder, task_id=held.task_id, since=round(held.since, 3))
     logger.info("%s skipped: %s", message.who, error)
@@ -153,7 +159,7 @@ def _skip(message: Delivered, held: Held, error: LockHeld) -> Answered:
         elif task.store_eager_result and skipped.wants_result(task, request):
             stored = skipped.marker_for(task.backend, marker)
             task.backend.store_result(request.id, stored, skipped.SKIPPED, request=request)
-    return Answered(f"skipped: {error}", marker)
+    return NotRun(f"skipped: {error}", marker)
 
 
 def _delay(message: Delivered) -> float:

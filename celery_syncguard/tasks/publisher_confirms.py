@@ -1,4 +1,4 @@
-"""Receipts: a message that carries a claim counts as sent when the broker has said that it has it.
+"""Publisher confirms: a message that carries a claim counts as sent when the broker has confirmed that it has it.
 
 Redis answers every publish. RabbitMQ answers only if it is asked to (publisher confirms), which Celery does not by itself:
 a message written to a dying connection is gone without an error, and its claim would last for its whole life. So the
@@ -61,7 +61,7 @@ class _Asking:
             kombu_internals.discard(connection)
             if wanted or self._wanted_by_all or not is_refusal(exc):
                 raise
-            # Whoever sent it has not asked, and might be Celery's own code that a refusal has never reached: for a callback it
+            # This sender did not ask for confirms, and may be Celery's own code, which expects no refusal: that of a callback
             # would fail the task that has ended.
             logger.error("the broker refuses a message of %s: %r", name, exc.__cause__ or exc)
             return None

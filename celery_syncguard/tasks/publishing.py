@@ -1,14 +1,14 @@
-"""Publishing: keys are computed, and a second copy of the same work is not queued.
+"""Publishing a message that has its keys: claimed first, so that a second copy of the same work is not queued.
 
     claim (short life) -> publish -> the broker has it (`publisher_confirms`) -> confirm (whole life)
 
 The claim is made on a connection of our own, so a duplicate never aborts the caller's transaction, and is ended again when
-publishing raises. Whoever gets the claim publishes; everybody else gets the id of the task that has it.
+publishing raises. The publisher that gets the claim publishes; the others get the id of the task that has it.
 
-What if somebody waits for the duplicate itself, under its own id? That depends on what is still to be sent:
+What if a result of the duplicate itself is waited for, under its own id? That depends on what is still to be sent:
 
   * a head with a continuation (chain, link): refused with `DuplicateTask` before anything is sent, as its tail would be lost
-    (sent by a beat: logged, as it has nobody who would catch that);
+    (sent by a beat: logged, as no code there would catch that);
   * a member of a group: not sent; its own result says SKIPPED and by whom, so that the group's result comes to an end;
   * a member of a chord, or what a worker sends for a task that has begun (a retry, a callback, the next step of a chain, the
     body of a chord): sent without a claim, with a warning, as an exception there would break what has been done.
@@ -37,7 +37,7 @@ from celery_syncguard.tasks.publisher_confirms import ask_for_confirms
 from celery_syncguard.tasks.queues import without_way
 from celery_syncguard.tasks.typed import PublishedResult
 
-__all__ = ["begun", "follows", "publish", "send_task"]
+__all__ = ["publish", "send_task", "sent_at_an_end", "sent_for_begun"]
 
 
 def publish(
@@ -55,7 +55,7 @@ def publish(
     Arguments:
         header: our header, keys included.
         call: the keyword arguments for `send`, with `task_id` and `headers` among them or not.
-        send: publishes and answers with an AsyncResult.
+        send: publishes and returns an AsyncResult.
 
     Returns:
         The AsyncResult, of the new or of the existing task, with `.duplicate` and `.holder`.
@@ -88,7 +88,7 @@ def publish(
     try:
         claim = claims.make(guard, key, task_id=task_id, ttl=ttl, holder=holder, fingerprint=header.fingerprint)
     except SyncGuardError as exc:
-        if not begun(call):
+        if not sent_for_begun(call):
             raise
         logger.warning("%s[%s] is sent without its claim: %s", name, task_id, exc)
         return _sent_unclaimed(header, call, send)
@@ -148,7 +148,7 @@ def _duplicate(
     )
     continued = bool(call.get("chain") or call.get("link"))
     group, chord = _waiting(call)
-    if begun(call) or chord or (group and continued):
+    if sent_for_begun(call) or chord or (group and continued):
         logger.warning("%s; it is sent nevertheless, because others wait for its end", error)
         return _sent_unclaimed(header, call, send)
     if group:
@@ -156,7 +156,7 @@ def _duplicate(
         skipped = Skipped(key=claim.key, holder=claim.holder, task_id=claim.task_id, since=round(claim.age, 3))
         app.backend.store_result(call["task_id"], marker_for(app.backend, skipped), SKIPPED)
     elif (continued or options.dedup_on_duplicate == "raise") and not call["headers"].get("celery_beat_task"):
-        # A beat has nobody who would catch it: that a slot's work is under way already is an everyday outcome there.
+        # In a beat no code would catch it, and that the work of a slot is under way already happens every day there.
         raise error
     else:
         logger.info("%s", error)
@@ -183,9 +183,9 @@ def _waiting(call: Mapping[str, Any]) -> tuple[bool, bool]:
     )
 
 
-def begun(call: Mapping[str, Any]) -> bool:
-    """Whether a worker sends this on behalf of a task that has begun, not the body of that task because it wants to."""
-    if follows(call) or "retries" in call:
+def sent_for_begun(call: Mapping[str, Any]) -> bool:
+    """Whether Celery sends this for a task that has begun (its retry, callback, next step), not the body of the task."""
+    if sent_at_an_end(call) or "retries" in call:
         return True
     request = current_task.request if current_task else None
     if request is None or request.called_directly:
@@ -193,14 +193,14 @@ def begun(call: Mapping[str, Any]) -> bool:
     return current_task.name == "celery.chord_unlock" or request.id in (call.get("task_id"), call.get("parent_id"))
 
 
-def follows(call: Mapping[str, Any]) -> bool:
+def sent_at_an_end(call: Mapping[str, Any]) -> bool:
     """Whether Celery itself sends this because a task has ended: a callback, an errback, the next step of a chain, the body of
-    a chord. Its parent's or root's id is given then. What a body sends gets those later.
+    a chord. Celery passes parent_id or root_id for these; for what a body sends it fills them in only later.
     """
     request = current_task.request if current_task else None
     if request is None:
         # The main process of a worker, for a task whose process died. Others do not have to import what a worker needs.
-        # Its own next attempt (Celery 5.7's `retry_on_worker_lost`) is none of these: Celery sees to what it raises.
+        # Its own next attempt (Celery 5.7's `retry_on_worker_lost`) is none of these: Celery handles what it raises.
         if call.get("parent_id") is None or "retries" in call:
             return False
         from celery_syncguard.tasks.undertaker import undertaker

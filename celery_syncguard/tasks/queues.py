@@ -1,7 +1,7 @@
-"""Where a message came from and goes: the headers that brokers add on its way, and the queue of the application.
+"""The way of a message through queues: the headers that brokers add to it, and the queue that it came from.
 
-A message that is published again (it comes back, it is retried) begins a new way. What brokers noted on the old one they
-would take for the new one's: RabbitMQ drops a message that seems to go round in circles.
+A message that is published again (it comes back, it is retried) begins a new way, without those headers: by the old ones
+RabbitMQ would drop it, as it seems to go round in circles.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NOTED = re.compile(
     r"x-death|x-(?:first|last)-death-.*|x-delivery-count|x-acquired-count|x-stream-.*|x-received-from|x-shovelled.*"
 )
 
-#: By these its publisher had one message go to several queues. Each copy comes back to its own.
+#: With these headers a publisher has one message go to several queues. Each copy comes back to its own queue, without them.
 _SPREAD = frozenset({"CC", "BCC"})
 
 #: Where Celery's native delayed delivery hands a message over, under the routing key that it had with 28 bits in front.

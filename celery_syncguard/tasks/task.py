@@ -25,10 +25,10 @@ from celery_syncguard.errors import ImproperlyConfigured, InvalidKey, NoLease, S
 from celery_syncguard.hlc import HybridLogicalClock
 from celery_syncguard.skipped import SKIPPED, wants_result
 from celery_syncguard.tasks import app_state, celery_internals, gate, publishing
-from celery_syncguard.tasks.delivery import DELIVERY, Delivery, check_outer, end_without_turn
+from celery_syncguard.tasks.delivery import DELIVERY, Delivery, check_outer, end_without_body
 from celery_syncguard.tasks.header import HEADER, Header
 from celery_syncguard.tasks.keys import TaskKeys
-from celery_syncguard.tasks.not_run import Answered
+from celery_syncguard.tasks.not_run import NotRun
 from celery_syncguard.tasks.options import CallOptions, OptionDefaults, take_overrides
 from celery_syncguard.tasks.publisher_confirms import is_refusal
 from celery_syncguard.tasks.queues import queue_of
@@ -52,13 +52,13 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
     #: Whether STARTED is stored, as `track_started` and `task_track_started` say; `delivery.Delivery` does it.
     reports_start: ClassVar[bool] = False
 
-    #: A task that kills its process shall not come back for ever, whatever it retries.
+    #: A task that kills its process must not be retried for ever, whatever `autoretry_for` names.
     dont_autoretry_for: ClassVar[tuple[type[BaseException], ...]] = (TooManyDeaths,)
 
-    _plan: ClassVar[TaskKeys | None] = None
+    _task_keys: ClassVar[TaskKeys | None] = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # A class whose base was bound before it was made is never bound itself.
+        # Celery does not bind a class whose base class was bound before.
         gate.install(cls)
         new = super().__new__
         return new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
@@ -84,20 +84,20 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
         app_state.attach(app)
         cls.reports_start = cls.reports_start or bool(cls.track_started)
         cls.track_started = False
-        cls._plan = None
+        cls._task_keys = None
         # The default of lock_ttl is a setting, and settings may not be complete yet; all else is checked now.
         TaskKeys.of_class(cls)
 
-    def plan(self) -> TaskKeys:
-        """What the options of this task come to."""
+    def task_keys(self) -> TaskKeys:
+        """The options of this task's class, checked, and its keys."""
         cls = type(self)
-        # A base's plan is not ours.
-        found: TaskKeys | None = cls.__dict__.get("_plan")
+        # Those of a base class are not ours.
+        found: TaskKeys | None = cls.__dict__.get("_task_keys")
         own = self.__dict__.get("run") if cls.run is Task.run else None
         if found is None or found.body is not (own or cls.run):
-            if "_plan" not in cls.__dict__:
+            if "_task_keys" not in cls.__dict__:
                 cls._prepare(self.app)
-            found = cls._plan = TaskKeys.of_class(cls, lock_ttl=app_state.settings_for(self.app).lock_ttl, own=own)
+            found = cls._task_keys = TaskKeys.of_class(cls, lock_ttl=app_state.settings_for(self.app).lock_ttl, own=own)
         return found
 
     # Publishing
@@ -123,14 +123,14 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
             ImproperlyConfigured, InvalidKey: before anything is sent.
             DuplicateTask, StoreUnavailable: with a dedup key; see `publishing.publish`.
 
-        What Celery itself sends for a task that has ended raises nothing but for trouble with the broker: it is this task that
-        fails then, and not the one that has ended.
+        If Celery publishes this task because another one has ended (a chain, a callback), an error fails this task and is not
+        raised, except for broker trouble: an exception would fail the task that has ended.
         """
         try:
             return self._publish(args, kwargs, task_id, producer, link, link_error, shadow, **options)
         except Exception as exc:
             call = {**options, "task_id": task_id}
-            if _is_own_fault(exc) and publishing.follows(call) and not self.app.conf.task_always_eager:
+            if _is_own_fault(exc) and publishing.sent_at_an_end(call) and not self.app.conf.task_always_eager:
                 return self._fail_unsent(exc, args, kwargs, link_error, call)
             raise
 
@@ -146,7 +146,7 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
         **options: Any,
     ) -> PublishedResult:
         overrides = take_overrides(options)
-        plan = self.plan()
+        task_keys = self.task_keys()
         # What a body hands on to another task (`headers=self.request.headers`) is about the body's own message.
         header = Header.of(options.get("headers")) if "retries" in options else Header()
         if options.get("serializer"):
@@ -155,12 +155,12 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
             raise TypeError(f"task args must be a list or tuple, got {type(args).__name__}")
         call: dict[str, Any] = dict(options, task_id=task_id)
         try:
-            header, task_options = plan.complete(self, header, tuple(args or ()), dict(kwargs or {}), overrides)
+            header, task_options = task_keys.complete(self, header, tuple(args or ()), dict(kwargs or {}), overrides)
         except InvalidKey:
-            if publishing.follows(call) or not publishing.begun(call):
+            if publishing.sent_at_an_end(call) or not publishing.sent_for_begun(call):
                 raise
             # A retry by autoretry of what could not make its key.
-            task_options = plan.options
+            task_options = task_keys.options
 
         def send(**call: Any) -> Any:
             return Task.apply_async(
@@ -173,9 +173,9 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
             send = _without_link(send)
         result = publishing.publish(self.app, self.name, task_options, header=header, call=call, send=send, task=self)
         request = current_task.request if current_task else None
-        if request is not None and request.id == task_id and (run := getattr(request, DELIVERY, None)) is not None:
+        if request is not None and request.id == task_id and (delivery := getattr(request, DELIVERY, None)) is not None:
             # The body's own next attempt, or what it put in its own place (`self.replace`).
-            run.key_passed_on = run.key_passed_on or header.lock_key == run.lock_key
+            delivery.key_passed_on = delivery.key_passed_on or header.lock_key == delivery.lock_key
         return result
 
     def _fail_unsent(
@@ -232,12 +232,12 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
         except SyncGuardError:
             pass  # the task fails with it, as in a worker
         else:
-            header, _ = self.plan().complete(self, header, tuple(args or ()), dict(kwargs or {}), overrides)
+            header, _ = self.task_keys().complete(self, header, tuple(args or ()), dict(kwargs or {}), overrides)
             options["headers"] = header.into(headers)
         result = super().apply(args, kwargs, **options)
         check_outer()
-        if isinstance(result, EagerResult) and isinstance(result.result, Answered):
-            return _answered(result)
+        if isinstance(result, EagerResult) and isinstance(result.result, NotRun):
+            return _result_of(result)
         return result
 
     def map(self, it: Any) -> Any:
@@ -261,7 +261,7 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
 
     def refuse_plain_calls(self, canvas: str) -> None:
         """For `gate` too, to which such a canvas comes when it was made without the task, or by name."""
-        options = self.plan().options
+        options = self.task_keys().options
         if options.lock_key or options.dedup_key or options.run_once:
             raise ImproperlyConfigured(
                 f"{self.name}.{canvas}() would run without the lock, as Celery calls the body for each item: use a group"
@@ -290,7 +290,7 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
             new_args = request.args if args is None else args
             new_kwargs = request.kwargs if kwargs is None else kwargs
             header = before.for_other_arguments()._replace(serializer=options.get("serializer"))
-            header, _ = self.plan().complete(self, header, tuple(new_args or ()), dict(new_kwargs or {}), {})
+            header, _ = self.task_keys().complete(self, header, tuple(new_args or ()), dict(new_kwargs or {}), {})
             if header.claim_key == before.claim_key and before.claimed:
                 header = header._replace(claimed=True)
             options["headers"] = header.into(request.headers)
@@ -298,9 +298,9 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
 
     def on_replace(self, sig: Any) -> Any:
         """As Celery's. What comes in this task's place may need the same lock, also where it runs inside of the body."""
-        run = self._run_of_request()
-        if run is not None and run.lease is not None and self.request.is_eager:
-            run.give_up_lease()
+        delivery = self._delivery_of_request()
+        if delivery is not None and delivery.lease is not None and self.request.is_eager:
+            delivery.give_up_lease()
         return super().on_replace(sig)
 
     # Running
@@ -309,13 +309,13 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
         """Call the body as a function, without a lock. Celery's own call of it is the locked one; see `gate`."""
         return celery_internals.call_as_function(self, super().__call__, args, kwargs)
 
-    def _run_of_request(self) -> Delivery | None:
+    def _delivery_of_request(self) -> Delivery | None:
         request = self.request
-        run: Delivery | None = getattr(request, DELIVERY, None)
-        if run is None and request.called_directly:
+        delivery: Delivery | None = getattr(request, DELIVERY, None)
+        if delivery is None and request.called_directly:
             # A `__call__` below ours has put a request on top.
-            run = getattr(celery_internals.outer_request(self), DELIVERY, None)
-        return run
+            delivery = getattr(celery_internals.outer_request(self), DELIVERY, None)
+        return delivery
 
     @property
     def lease(self) -> Lease:
@@ -325,14 +325,14 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
             NoLease: called directly, or the task has no lock. In a unit test, call `task.apply(…)` with the setting
                 `syncguard_dsn = "memory://"`.
         """
-        run = self._run_of_request()
-        if run is None or run.lease is None:
+        delivery = self._delivery_of_request()
+        if delivery is None or delivery.lease is None:
             raise NoLease(
                 f"{self.name} does not run under a lease here: it was called as a plain function, has no lock_key, or runs "
                 f'with lock_on_unavailable="run". In a unit test use {self.__name__}.apply(...) with '
                 f'syncguard_dsn = "memory://"'
             )
-        return run.lease
+        return delivery.lease
 
     @property
     def fence(self) -> Fence:
@@ -367,7 +367,7 @@ class _EagerlySkipped(EagerResult):  # type: ignore[misc]
 
 
 def _check_request(cls: type[LockedTask]) -> None:
-    """A Request of the user's own: without ours in it nobody would see to the leases of a child that died."""
+    """A Request class of the user's own has to inherit ours, which has the leases of a dead child released."""
     from celery_syncguard.tasks.worker import GuardedRequest
 
     request: Any = cls.Request
@@ -389,10 +389,10 @@ def _on_postrun(sender: Any = None, state: str | None = None, retval: Any = None
                 sender.request.id,
                 "called in a thread that is not the tracer's, or its class got another __call__ and before_start since",
             )
-        end_without_turn(sender, sender.request, state, retval)
+        end_without_body(sender, sender.request, state, retval)
 
 
-def _answered(result: Any) -> Any:
+def _result_of(result: Any) -> Any:
     marker = result.result.skipped
     if marker is None:
         return EagerResult(result.id, None, SUCCESS, name=result.name)

@@ -138,11 +138,12 @@ class Undertaker:
             time.sleep(timeout)
         ready = {fd for fd, _ in self._epoll.poll(timeout)} if self._epoll is not None else set()
         for name, child in children:
-            if (child.fd in ready or (child.fd < 0 and child.gone)) and self._watched.pop(name, None) is not None:
-                if child.fd >= 0:
+            if name in self._watched and (child.fd in ready or (child.fd < 0 and child.gone)):
+                # Before it is forgotten: at any moment the stop sees the one or the other.
+                self._bury(name, child.pid)
+                if self._watched.pop(name, None) is not None and child.fd >= 0:
                     self._epoll.unregister(child.fd)
                     os.close(child.fd)
-                self._bury(name, child.pid)
         # For what was put in without starting its thread.
         self._guard.outbox.start()
 
@@ -161,7 +162,7 @@ class Undertaker:
         def loss() -> None:
             logger.error("could not free what the dead child process %d held: it is free when its ttl is over", pid)
 
-        self._guard.outbox.put(Letter(call, loss, until=clock.now() + MAX_TTL))
+        self._guard.outbox.put(Letter(call, loss, until=clock.now() + MAX_TTL, about=name))
 
 
 def _birth(pid: int) -> str | None:

@@ -1,4 +1,6 @@
-"""In a worker's main process: checks at the start, and what it knows of a message that its children do not."""
+"""In a worker's main process: the checks at its start, and the end of the claims of messages that do not end in a child:
+revoked, expired, cut off, or their child died.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,7 @@ class GuardedRequest(SeesReturn, Request):  # type: ignore[misc]
 
     def _is_lost(self, exc: BaseException) -> bool:
         """Whether the body was cut off in mid-course. Since billiard 4.3 an exit of its own is told before its process
-        ends; one by our signal has been seen to where that was sent.
+        ends; a process that our signal ended is handled where the signal was sent.
         """
         if isinstance(exc, (SystemExit, KeyboardInterrupt)):
             return not self.was_ended

@@ -3,6 +3,7 @@
 Eagerly, on both stores, and the store is asked afterwards.
 """
 
+import contextlib
 import time
 
 import pytest
@@ -11,8 +12,10 @@ from celery.exceptions import Reject
 
 from celery_syncguard import LockedTask, TooManyDeaths
 from celery_syncguard.core.store import Acquire
+from celery_syncguard.errors import StoreUnavailable
 from celery_syncguard.tasks import app_state, claims
 from celery_syncguard.tasks.claims import Outcome
+from celery_syncguard.tasks.delivery import Delivery
 from celery_syncguard.testing import hold_elsewhere
 
 CLAIM = "the work"
@@ -241,3 +244,62 @@ def test_what_autoretry_lets_fail_ends_with_its_claim(app, store, spared):
     assert isinstance(task.apply(task_id="t").result, LookupError)
     assert len(task.seen) == 1
     assert is_free(store)
+
+
+@pytest.mark.parametrize("options", LOCKS, ids=["locked", "unlocked"])
+def test_a_soft_time_limit_in_the_end_of_a_retried_attempt_leaves_the_claim_to_the_next(
+    app, store, options, monkeypatch
+):
+    header_after, strikes = Delivery._header_after, iter([True])
+
+    def struck(run, failure):
+        if next(strikes, False):
+            raise SoftTimeLimitExceeded
+        return header_after(run, failure)
+
+    task = app.task(base=Watched, bind=True, shared=False, **options)(retries)
+    monkeypatch.setattr(Delivery, "_header_after", struck)
+    assert isinstance(task.apply(task_id="t").result, SoftTimeLimitExceeded)
+    assert not is_free(store)
+    assert store.locks() == []
+
+
+def test_ctrl_c_just_after_the_grant_leaves_no_lock(app, store, monkeypatch):
+    guard = app_state.guard_for(app)
+    acquire = guard.acquire_waiting
+
+    def struck(request, *, wait):
+        acquire(request, wait=wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(guard, "acquire_waiting", struck)
+    with pytest.raises(KeyboardInterrupt):
+        app.task(base=Watched, bind=True, shared=False, lock_key="k")(returns).apply(task_id="t")
+    guard.flush()
+    assert store.locks() == []
+
+
+@pytest.mark.parametrize("again", ["publish", "retry"])
+def test_what_waits_to_end_a_claim_does_not_end_the_next_one_of_its_task(app, store, again, monkeypatch):
+    guard = app_state.guard_for(app)
+    facts = {"task_id": "t", "ttl": 600, "holder": "h"}
+
+    def claim():
+        claims.end(guard, CLAIM, Outcome.VOID, task_id="t", later=True, start=False)
+        if again == "publish":
+            claims.make(guard, CLAIM, **facts, fingerprint=None)
+        else:
+            claims.renew(guard, CLAIM, **facts, until="start")
+
+    def absent(*args, **kwargs):
+        raise StoreUnavailable("no answer")
+
+    claim()
+    guard.flush()
+    assert not is_free(store)
+    with monkeypatch.context() as away:
+        away.setattr(guard.store, "claim", absent)
+        with pytest.raises(StoreUnavailable) if again == "publish" else contextlib.nullcontext():
+            claim()
+    guard.flush()
+    assert is_free(store), "without a new claim the old one has to end"

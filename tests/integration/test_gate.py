@@ -213,7 +213,7 @@ def test_a_body_that_is_set_later_has_keys_of_its_own_parameters(app, run):
             """Does not run."""
 
     task = app.register_task(T())
-    assert task.plan()
+    assert task.task_keys()
 
     def later(self, other, key):
         return keys(self.app)

@@ -17,12 +17,15 @@ from celery_syncguard import Lease, LockedTask, SyncGuard
 from celery_syncguard import guard as guard_module
 from celery_syncguard.core import lease
 from celery_syncguard.errors import LockHeld
-from celery_syncguard.tasks import app_state, delivery
+from celery_syncguard.tasks import app_state, claims, delivered, delivery
 from tests.fixtures.polling import poll
 
 #: Where a handler is tried at every single instruction, and in the function that holds. The rest are the standard library,
 #: the store and threads.
 FILES = {guard_module.__file__, lease.__file__, __file__}
+
+#: Where a soft time limit is tried at every line.
+RUN_FILES = {delivery.__file__, delivered.__file__, claims.__file__}
 
 
 #: What a run does while it has its lock.
@@ -36,6 +39,9 @@ LOCKED = {
     "_leave",
     "_end",
     "_release",
+    "give_up_lease",
+    "end_claim",
+    "end",
 }
 
 
@@ -114,15 +120,28 @@ def test_a_generator_leaves_locks_behind() -> None:
         assert locks_left(guard, lambda key: plain_hold(guard, key))
 
 
-def runs_left() -> list[int]:
-    """The lines of a run between its grant and its end at which a soft time limit leaves the lock or the run."""
+#: How a body ends, and whether it has a lock or only a claim.
+ENDS = [("returns", True), ("returns", False), ("fails", True), ("fails", False), ("is replaced", True)]
+
+
+def runs_left(how: str, locked: bool) -> list[int]:
+    """The lines of a run between its grant and its end at which a soft time limit leaves the lock, the claim or the run."""
     app = Celery("limited", set_as_current=False)
     app.conf.update(syncguard_dsn="memory://", task_always_eager=True, broker_url="memory://")
     app.conf.update(result_backend="cache+memory://")
 
-    @app.task(base=LockedTask, shared=False, lock_key="{key}", dedup_key="{key}", run_once=True)
-    def work(key: str) -> None:
-        """Ends at once."""
+    @app.task(shared=False)
+    def other() -> None:
+        """Takes the place of a body."""
+
+    options = {"lock_key": "{key}", "run_once": True} if locked else {}
+
+    @app.task(base=LockedTask, bind=True, shared=False, dedup_key="{key}", **options)
+    def work(self: LockedTask, key: str) -> None:
+        if how == "fails":
+            raise LookupError
+        if how == "is replaced":
+            self.replace(other.si())
 
     guard = app_state.guard_for(app)
     work.apply(("before",))
@@ -133,7 +152,7 @@ def runs_left() -> list[int]:
 
         def trace(frame: FrameType, event: str, arg: Any) -> Any:
             nonlocal seen
-            if frame.f_code.co_filename != delivery.__file__ or frame.f_code.co_name not in LOCKED:
+            if frame.f_code.co_filename not in RUN_FILES or frame.f_code.co_name not in LOCKED:
                 return None
             if event == "line":
                 seen += 1
@@ -142,13 +161,15 @@ def runs_left() -> list[int]:
                     raise SoftTimeLimitExceeded
             return trace
 
+        guard.store.claim(f"k{number}", task_id=f"t{number}", ttl=600)
         sys.settrace(trace)
         try:
-            work.apply((f"k{number}",))
+            work.apply((f"k{number}",), task_id=f"t{number}")
         finally:
             sys.settrace(None)
         guard.flush()
-        if guard.inspect(f"k{number}") is not None or delivery._running:
+        is_claimed = not guard.store.claim(f"k{number}", task_id="a duplicate", ttl=600).ours
+        if guard.inspect(f"k{number}") is not None or is_claimed or delivery._running:
             left.append(number)
             delivery._running.clear()
         if seen <= number:
@@ -158,15 +179,16 @@ def runs_left() -> list[int]:
         number += 1
 
 
-def test_whenever_a_soft_time_limit_strikes_a_run_neither_its_lock_nor_the_run_is_left(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("how", "locked"), ENDS)
+def test_whenever_a_soft_time_limit_strikes_a_run_nothing_of_it_is_left(
+    how: str, locked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert runs_left() == []
+    assert runs_left(how, locked) == []
     # The control: without the end that follows it.
     end = delivery.Delivery._end
     limited = SoftTimeLimitExceeded
     monkeypatch.setattr(delivery.Delivery, "_end", lambda run, exc: isinstance(exc, limited) or end(run, exc))
-    assert len(runs_left()) > 10
+    assert len(runs_left(how, locked)) > 10
 
 
 def test_in_a_program_that_goes_on_it_is_released_within_a_second_or_so() -> None:

@@ -101,7 +101,7 @@ def test_without_a_cancel_they_fill_the_server(
 ) -> None:
     """The negative control: closed by the client alone."""
     monkeypatch.setattr(Connection, "abandon", lambda conn: conn.pgconn.finish())
-    with SyncGuard(private_dsn, timeout=0.1) as guard:
+    with SyncGuard(private_dsn, timeout=0.5) as guard:
         waiting_for_a_standby()
         attempts(guard, 3)
         assert backends(private_pg) >= 3

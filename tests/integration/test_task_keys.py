@@ -162,11 +162,11 @@ def test_a_key_is_the_same_before_and_after_the_serializer(app, value, option):
         """Nothing runs it."""
 
     overrides = {"lock_key": template} if option == "lock_key" else {}
-    before, _ = f.plan().complete(f, Header(), (value,), {}, overrides)
+    before, _ = f.task_keys().complete(f, Header(), (value,), {}, overrides)
     app.send_task(f.name, [value])
     ((headers, (args, kwargs, _)),) = published(app)
     assert "syncguard" not in headers
-    after, _ = f.plan().complete(f, Header(), args, kwargs, overrides)
+    after, _ = f.task_keys().complete(f, Header(), args, kwargs, overrides)
     assert before.lock_key or before.claim_key
     assert before == after
 
@@ -181,7 +181,7 @@ def test_an_enum_counts_by_its_value_and_what_cannot_be_sent_is_refused_as_it_wo
     def g(value):
         """Nothing runs it."""
 
-    header, _ = f.plan().complete(f, Header(), (Colour.RED,), {}, {})
+    header, _ = f.task_keys().complete(f, Header(), (Colour.RED,), {}, {})
     assert header.lock_key == "red"
     for value in [object(), {1, 2, object()}]:
         with pytest.raises(EncodeError):
@@ -587,7 +587,7 @@ def test_a_key_is_the_same_for_every_attempt_and_every_way_to_publish(app, value
         # Sent by name, without our header.
         app.send_task(f.name, [value], **options)
         ((_, (args, kwargs, _)),) = published(app)
-        header, _ = f.plan().complete(f, Header(serializer=serializer), tuple(args), kwargs, {})
+        header, _ = f.task_keys().complete(f, Header(serializer=serializer), tuple(args), kwargs, {})
         keys.append(header.lock_key)
         assert len(set(keys)) == 1, keys
 
@@ -606,7 +606,7 @@ def test_without_the_serializer_s_form_attempts_differ(app, monkeypatch):
 
     f.delay((1, 2))
     ((headers, (args, kwargs, _)),) = published(app)
-    again, _ = f.plan().complete(f, Header(), tuple(args), kwargs, {})
+    again, _ = f.task_keys().complete(f, Header(), tuple(args), kwargs, {})
     assert (headers["syncguard"]["key"], again.lock_key) == ("x:(1, 2)", "x:[1, 2]")
 
 
@@ -616,7 +616,7 @@ def test_plain_arguments_are_not_serialized_for_their_key(app, monkeypatch):
         """Nothing runs it."""
 
     monkeypatch.setattr("celery_syncguard.tasks.arguments.serialization.dumps", lambda *args, **kwargs: 1 / 0)
-    header, _ = f.plan().complete(f, Header(), (1, "a", None, 1.5, True), {"n": 2}, {})
+    header, _ = f.task_keys().complete(f, Header(), (1, "a", None, 1.5, True), {"n": 2}, {})
     assert header.lock_key == "x:(1, 'a', None, 1.5, True):{'n': 2}"
 
 

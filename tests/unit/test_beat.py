@@ -19,7 +19,7 @@ from celery_syncguard import signals
 from celery_syncguard.beat.inner_schedule import inner_class
 from celery_syncguard.beat.memory_slots import MemorySlots
 from celery_syncguard.beat.scheduler import LeaderScheduler
-from celery_syncguard.beat.slot_sender import sending
+from celery_syncguard.beat.slot_sender import sends_slots
 from celery_syncguard.beat.slots import PRUNED_AT_MOST, Slot
 from celery_syncguard.beat.timekeeper import Timekeeper
 from celery_syncguard.beat.undisturbed import undisturbed
@@ -1009,4 +1009,4 @@ def test_a_database_scheduler_that_is_not_django_celery_beats_is_taken_as_it_is(
         def all_as_schedule(self):
             return {}
 
-    assert [base.__name__ for base in sending(Foreign).__mro__[:3]] == ["LeadingForeign", "SendsSlots", "Foreign"]
+    assert [base.__name__ for base in sends_slots(Foreign).__mro__[:3]] == ["LeadingForeign", "SendsSlots", "Foreign"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,3 +93,14 @@ def test_the_environment_names_the_dsn_where_nothing_else_does(monkeypatch: pyte
 )
 def test_both_forms_of_a_libpq_connection_string_are_accepted(dsn: str) -> None:
     SyncGuard(dsn).close()
+
+
+def test_the_readme_s_table_has_each_setting_and_its_default() -> None:
+    page = Path(__file__).parents[2].joinpath("README.md").read_text()
+    table = page.split("### Settings")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`syncguard_.+?) \| (.*?) ?\|", table, flags=re.MULTILINE)
+    fields = {field.name: field.default for field in dataclasses.fields(Settings)}
+    assert [name for names, _ in rows for name in re.findall(r"`syncguard_(\w+)`", names)] == list(fields)
+    written = {names.strip("`").removeprefix("syncguard_"): text.strip("`") for names, text in rows}
+    for name in ("pool_size", "timeout", "lock_ttl", "hlc"):
+        assert written[name] == format(fields[name], "" if isinstance(fields[name], bool) else "g"), name

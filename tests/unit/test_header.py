@@ -243,7 +243,7 @@ def test_a_template_from_a_message_would_make_a_text_of_any_size():
 def test_what_publishers_really_send_is_accepted(task):
     carried = {"lock_ttl": 5, "lock_key": None, "dedup_key": True, "run_once": False}
     assert read(options=carried).options == carried
-    _, options = task.plan().complete(task, read(options={"lock_ttl": 5}), (1,), {}, {})
+    _, options = task.task_keys().complete(task, read(options={"lock_ttl": 5}), (1,), {}, {})
     assert options.lock_ttl == 5.0
 
 

@@ -38,7 +38,7 @@ def register(app: Celery, **given: Any) -> Any:
 def options_of(app: Celery, cls: type) -> TaskOptions:
     task = app.register_task(cls())
     task.bind(app)
-    return task.plan().options
+    return task.task_keys().options
 
 
 # One table
@@ -129,7 +129,7 @@ def test_what_any_class_but_the_table_says_is_given(app: Celery) -> None:
 
 def test_a_default_that_is_given_counts_as_given(app: Celery) -> None:
     app.conf.syncguard_lock_ttl = 9
-    assert register(app, lock_key="f", lock_ttl=30).plan().options.lock_ttl == 30
+    assert register(app, lock_key="f", lock_ttl=30).task_keys().options.lock_ttl == 30
     with pytest.raises(ImproperlyConfigured, match="lock_max_deaths needs a lock_key"):
         register(app, lock_key=None, lock_max_deaths=LockedTask.lock_max_deaths)
     register(app, lock_key=None)
@@ -154,7 +154,7 @@ def test_a_dataclass_may_hold_options(app: Celery) -> None:
 
 def test_celery_s_annotations_of_tasks_may_give_options(app: Celery) -> None:
     app.conf.task_annotations = {"*": {"lock_ttl": 7}}
-    assert register(app, lock_key="f").plan().options.lock_ttl == 7
+    assert register(app, lock_key="f").task_keys().options.lock_ttl == 7
     app.conf.task_annotations = {"*": {"lock_ttl": "7"}}
     del app.annotations
     with pytest.raises(ImproperlyConfigured, match="lock_ttl is a number"):

@@ -146,7 +146,7 @@ def test_a_pid_that_is_used_again_tells_that_its_last_process_is_dead_where_the_
         heir = reborn(child.pid)
         undertaker.watch(child.pid)
         poll(lambda: store.buried == [child.name])
-        assert list(undertaker._watched) == [heir]
+        poll(lambda: list(undertaker._watched) == [heir])
     finally:
         child.kill()
 
