@@ -132,6 +132,75 @@ def test_with_the_time_of_the_transactions_start_it_would_cost_the_whole_wait(
     assert granted.acquired_at.timestamp() * 1000 < freed_at - 400
 
 
+# Between the looks and the write
+
+
+def acquire_beside_a_writer(store: PostgresStore, session: Connection, background: ThreadPoolExecutor) -> Any:
+    """What an acquire returns if a writer that skips the advisory lock makes the row between its look and its write."""
+    store.release(Release(key="k", lock_id=grant(store).lock_id))  # the counter exists from now on
+    with session.transaction():
+        session.execute(BLOCKERS["counter row"])  # type: ignore[call-overload]
+        answer = background.submit(ask, store)
+        wait_until_blocked(session)
+        session.execute(
+            "insert into syncguard_locks (key, lock_id, expires_at_ms, acquired_at_ms, fence, user_key)"
+            " values ('k', 'theirs', syncguard_clock_ms() + 60000, syncguard_clock_ms(), '000000000000001', 'k')"
+        )
+    return answer.result(30)
+
+
+def test_a_grant_overwrites_no_row_that_it_did_not_see(
+    store: PostgresStore, session: Connection, background: ThreadPoolExecutor
+) -> None:
+    answer = acquire_beside_a_writer(store, session, background)
+    assert isinstance(answer, Held)
+    assert answer.lock_id == "theirs"
+    assert [row.lock_id for row in store.locks("k")] == ["theirs"]
+
+
+def test_without_its_condition_the_upsert_would_make_two_holders(
+    store: PostgresStore, session: Connection, background: ThreadPoolExecutor
+) -> None:
+    replace_acquire(session, r"    where l\.lock_id = v_row\.lock_id\n(?=    returning)")
+    assert isinstance(acquire_beside_a_writer(store, session, background), Grant)
+
+
+def acquire_beside_a_completion(store: PostgresStore, session: Connection, background: ThreadPoolExecutor) -> Any:
+    """What an acquire that pauses before it locks the expired row returns, if its holder commits a completion then."""
+    lease = grant(store, ttl=0.5)
+    with session.transaction():
+        assert session.execute("select syncguard_fenced('k', %s, %s)", (lease.lock_id, lease.fence)).fetchone() == (
+            True,
+        )
+        session.execute("select syncguard_complete('r', 'task', 60000)")
+        poll(lambda: not store.locks("k"))
+        answer = background.submit(ask, store, run_keys=("r",))
+        with psycopg.connect(store.dsn, autocommit=True) as observer:
+            pauses = "select 1 from pg_stat_activity where datname = current_database() and wait_event = 'PgSleep'"
+            poll(lambda: observer.execute(pauses).fetchone())
+    return answer.result(30)
+
+
+def test_what_is_completed_until_the_expired_row_is_ours_is_seen(
+    store: PostgresStore, session: Connection, background: ThreadPoolExecutor
+) -> None:
+    replace_acquire(
+        session, r"  if outcome is null and v_row\.key is not null then\n", r"  perform pg_sleep(1);\n\g<0>"
+    )
+    assert isinstance(acquire_beside_a_completion(store, session, background), Done)
+
+
+def test_with_the_look_before_the_lock_the_work_would_be_done_twice(
+    store: PostgresStore, session: Connection, background: ThreadPoolExecutor
+) -> None:
+    replace_acquire(
+        session,
+        r"(  if outcome is null and v_row\.key is not null then\n.*?)(  if outcome is null then\n.*?    end loop;\n)",
+        r"\2  end if;\n  perform pg_sleep(1);\n\1  if outcome is null then\n",
+    )
+    assert isinstance(acquire_beside_a_completion(store, session, background), Grant)
+
+
 # Bounds
 
 
