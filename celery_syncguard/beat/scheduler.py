@@ -275,10 +275,13 @@ class LeaderScheduler(beat.Scheduler):  # type: ignore[misc]
         tell_what_is_missing(inner, self._class, chosen=settings.beat_scheduler is not None)
 
     def _write_last(self) -> None:
-        """What only a leader may write, at the end of its term."""
+        """What is left to be written at the end of a term."""
         if self._leads():
             attempt(self._inner.sync, "could not write back its schedule")
-            attempt(lambda: self._seen(ended=True), "could not record the end of its term")
+        elif self._term is None or not self._term.released:
+            return
+        # Also after a signal in the middle of a tick: its handler has released the lease already.
+        attempt(lambda: self._seen(ended=True), "could not record the end of its term")
 
     def _seen(self, *, ended: bool = False) -> datetime:
         assert self._term is not None

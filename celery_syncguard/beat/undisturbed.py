@@ -21,18 +21,22 @@ def undisturbed() -> Iterator[None]:
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
     handlers = {signum: handler for signum, handler in handlers.items() if handler is not None}
     waiting: list[int] = []
+    over = False
 
     def later(signum: int, frame: Any) -> None:
-        waiting.append(signum)
         handler = handlers[signal.Signals(signum)]
-        if len(waiting) > 1 and callable(handler):
+        if (waiting or over) and callable(handler):
             handler(signum, frame)
+        else:
+            waiting.append(signum)
 
-    for signum in handlers:
-        signal.signal(signum, later)
+    # A handler that is not replaced yet, or is restored already, may raise: then the other signal must not wait for ever.
     try:
+        for signum in handlers:
+            signal.signal(signum, later)
         yield
     finally:
+        over = True
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
         if waiting:

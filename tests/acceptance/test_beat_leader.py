@@ -914,7 +914,7 @@ def test_the_commands_show_the_leader_its_slots_and_end_its_term(beats, broker, 
     poll(lambda: pid_of_leader(pg_dsn) == second.pid)
     first.wait_for_log("an operator ended term")
     second.stop()
-    # The first one leads and sends again, however late it hears of it: an end that was not recorded is healthy for a ttl.
+    # The first one leads and sends again, however late it hears of it.
     poll(lambda: pid_of_leader(pg_dsn) == first.pid)
     count = sum(row[3] for row in slots(pg_dsn))
     poll(lambda: sum(row[3] for row in slots(pg_dsn)) > count, timeout=30)

@@ -586,6 +586,36 @@ def test_any_number_of_signals_ends_beat_and_gives_its_lease_back(monkeypatch, w
     assert ended > 3
 
 
+@pytest.mark.parametrize("where", ["tick", "between ticks"])
+def test_the_end_of_a_term_is_recorded_wherever_a_signal_comes(monkeypatch, where):
+    """Without it the health check takes the vacancy for a takeover until the lease would have ended."""
+    monkeypatch.setattr("celery_syncguard.beat.scheduler._TURN", 0.005)
+
+    class SignalledOnce(LeaderScheduler):
+        def _get_signal(self, here):
+            if here == where and self._slots.terms() and not self._ending:
+                signal.raise_signal(signal.SIGTERM)
+
+        def _report(self):
+            super()._report()
+            self._get_signal("tick")
+
+        def should_sync(self):
+            self._get_signal("between ticks")
+            return super().should_sync()
+
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        service = beat.Service(make_app({"a": every(0.01)}, syncguard_leader_ttl=300), scheduler_cls=SignalledOnce)
+        Beat(app=service.app, quiet=True).install_sync_handler(service)
+        service.start()
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+    (term,) = service.scheduler._slots.terms()
+    assert term.ended_at is not None
+
+
 @pytest.mark.timeout(30)
 def test_a_signal_that_came_before_beat_began_ends_it_whatever_became_of_its_exception():
     """Celery's handler has closed the scheduler, and an import or a destructor has swallowed what it raised."""
@@ -917,6 +947,36 @@ def test_a_signal_waits_for_the_end_of_a_send_and_a_second_one_does_not():
             assert heard == ["TERM", "TERM"]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(("first", "second"), [("SIGTERM", "SIGINT"), ("SIGINT", "SIGTERM")])
+def test_a_signal_at_any_step_ends_the_process_and_the_next_one_does_not_wait(first, second):
+    """Also between the two handlers, when the first signal's own handler has raised."""
+
+    def end(*_):
+        raise SystemExit
+
+    def send():
+        with undisturbed():
+            pass
+
+    numbers = signal.Signals[first], signal.Signals[second]
+    before = {number: signal.getsignal(number) for number in numbers}
+    step = 0
+    try:
+        while True:
+            for number in numbers:
+                signal.signal(number, end)
+            interrupted = at_step(step, send, lambda: signal.raise_signal(numbers[0]))
+            with pytest.raises(SystemExit):
+                signal.raise_signal(numbers[1])
+            if not interrupted:
+                break
+            step += 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert step > 50
 
 
 def test_a_standby_has_no_schedule_and_looks_often():
