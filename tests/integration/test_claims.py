@@ -1,6 +1,5 @@
 """Claims under contention, and what they cost: one winner per key, told to every loser, in one round trip."""
 
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -197,7 +196,7 @@ def test_whatever_a_task_is_locked_by_the_claim_of_a_dead_host_ends_with_that_lo
     run.complete((1,), {})
     store = app_state.guard_for(app).store
     host = run.request_for(run.lock_key)
-    assert not isinstance(store.acquire(dataclasses.replace(host, ttl=0.3)), Held)
+    assert not isinstance(store.acquire(host._replace(ttl=0.3)), Held)
     assert task.delay(1).id == first.id, "it runs"
     _wait_until_free(store, run.lock_key)
     assert task.delay(1).id != first.id
