@@ -23,7 +23,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-import kombu.pools
 import pytest
 
 from tests.fixtures import servers, zygote
@@ -351,9 +350,6 @@ def broker(request: pytest.FixtureRequest, redis_db: str) -> Broker:
     """
     queue = f"test-{uuid.uuid4().hex[:12]}"
     url = redis_db if request.param == "redis" else request.getfixturevalue("amqp_url")
-    # Applications of one URL share connections, and RabbitMQ closes one whose owner has sent no heartbeat for minutes.
-    for pool in list(kombu.pools.connections.values()):
-        pool.force_close_all(close_pool=False)
     return Broker(kind=request.param, url=url, queue=queue, result_backend=redis_db)
 
 
