@@ -206,7 +206,7 @@ def test_what_a_body_sends_itself_still_raises_there(app):
 
 def test_without_our_catching_a_child_s_fault_is_its_parent_s(app, parent, faulty, monkeypatch):
     """The negative control."""
-    for name in ("follows", "begun"):
+    for name in ("sent_at_an_end", "sent_for_begun"):
         monkeypatch.setattr(publishing, name, lambda call: False)
     with pytest.raises(AssertionError):
         parent(callbacks=[faulty])
