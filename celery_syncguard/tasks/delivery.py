@@ -85,7 +85,7 @@ def end_without_body(task: Any, request: Any, state: str | None, returned: Any) 
 class Delivery(Delivered):
     """One delivery of one task, for the message that `request` describes."""
 
-    __slots__ = ("_ended", "claim_passed_on", "interrupt", "key_passed_on", "lease")
+    __slots__ = ("_ended", "_releasing", "claim_passed_on", "interrupt", "key_passed_on", "lease")
 
     def __init__(self, task: Any, request: Any) -> None:
         # The rest of the header is read when it may fail.
@@ -97,6 +97,7 @@ class Delivery(Delivered):
         #: Whether a message under this task's id waits for this lock.
         self.key_passed_on = False
         self._ended = False
+        self._releasing = False
 
     def run(self, body: Callable[[], Any], args: Any, kwargs: Any, autoretry: Callable[..., Any] | None) -> Any:
         """Run the body, if it may run; its result, or that of the first run. Raises what Celery's tracer understands.
@@ -309,14 +310,18 @@ class Delivery(Delivered):
             again and self._header_after(failure).claim_key == self.header.claim_key
         ):
             self.outcome = Outcome.AGAIN
-        if self.lease is None:
+        lease = self.lease
+        if lease is not None and not lease.released:
+            self._release(lease, failure, again=again)
+        elif lease is None or not self._releasing:
             self.end_claim(self.outcome, later=isinstance(failure, _ABSENT))
-        elif not self.lease.released:
-            self._release(self.lease, failure, again=again)
+            if lease is not None:  # the body has released it
+                signals.lock_released.send(sender=self.task, lease=lease, released=False)
         self._ended = True
 
     def _release(self, lease: Lease, failure: BaseException | None, *, again: bool) -> None:
         """Release, end the claim and record the completion, in one round trip."""
+        self._releasing = True
         lease.on_lost = None
         # Without a key, as it was sent by name, the next attempt may need the same lock.
         key_passed_on = self.key_passed_on or (

@@ -13,6 +13,7 @@ from celery.exceptions import Reject
 from celery_syncguard import LockedTask, TooManyDeaths
 from celery_syncguard.core.store import Acquire
 from celery_syncguard.errors import StoreUnavailable
+from celery_syncguard.signals import lock_released
 from celery_syncguard.tasks import app_state, claims
 from celery_syncguard.tasks.claims import Outcome
 from celery_syncguard.tasks.delivery import Delivery
@@ -110,6 +111,24 @@ def test_a_claim_is_there_in_the_body_and_after_it_as_the_table_says(app, store,
     task.apply(task_id="t")
     assert task.seen == (until in TABLE[Outcome.BEGUN],)
     assert is_free(store) == (until in TABLE[Outcome.ENDED])
+
+
+@pytest.mark.parametrize("until", UNTIL)
+def test_a_body_that_has_released_its_lease_itself_ends_its_claim_all_the_same(app, store, until):
+    told = []
+
+    def tell(lease, released, **_):
+        told.append(released)
+
+    lock_released.connect(tell)
+
+    def lets_go(self):
+        assert self.lease.release()
+
+    task = app.task(base=Watched, bind=True, shared=False, lock_key="k", dedup_until=until)(lets_go)
+    assert task.apply(task_id="t").successful()
+    assert is_free(store) == (until in TABLE[Outcome.ENDED])
+    assert told == [False], "by the end, which found it released"
 
 
 @pytest.mark.parametrize("until", ["done", "ttl"])
