@@ -122,9 +122,10 @@ def new_call_id(call: Mapping[str, Any]) -> str | None:
     """The `Header.call_id` of a message that is published the first time. A new publish is new work, also under an old task id. Not so what replaces a body, which goes on in its place; nor
     beat's second send of one slot. Without a call id, the task id says which call it is.
     """
-    request = current_task.request if current_task else None
-    if "replaced_task_nesting" in call and request is not None and request.id == call.get("task_id"):
-        return Header.of(request.headers).call_id
+    if "replaced_task_nesting" in call:
+        request = current_task.request if current_task else None
+        if request is not None and request.id == call.get("task_id"):
+            return Header.of(request.headers).call_id
     return None if "syncguard_due_at" in (call.get("headers") or {}) else new_lock_id()
 
 

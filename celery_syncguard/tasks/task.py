@@ -175,7 +175,8 @@ class LockedTask(OptionDefaults, Task):  # type: ignore[misc]
             call["link"] = link
             send = _without_link(send)
         result = publishing.publish(self.app, self.name, task_options, header=header, call=call, send=send, task=self)
-        request = current_task.request if current_task else None
+        # A new task has no id yet, and each look at the running one goes through proxies.
+        request = current_task.request if task_id is not None and current_task else None
         if request is not None and request.id == task_id and (delivery := getattr(request, DELIVERY, None)) is not None:
             # The body's own next attempt, or what it put in its own place (`self.replace`).
             delivery.key_passed_on = delivery.key_passed_on or header.lock_key == delivery.lock_key

@@ -15,14 +15,13 @@ import dataclasses
 import os
 import select
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 from celery_syncguard.core import clock
 from celery_syncguard.core.events import logger
 from celery_syncguard.core.lease import MAX_TTL
-from celery_syncguard.core.loop import Loop
+from celery_syncguard.core.loop import Bell, Loop
 from celery_syncguard.core.outbox import Letter
 from celery_syncguard.core.process import child_process_id, process_id
 from celery_syncguard.core.store import LockStore
@@ -116,6 +115,8 @@ class Undertaker:
         # A cold shutdown has just killed the children.
         while (outbox.waiting or any(child.gone for child in list(self._watched.values()))) and clock.now() < until:
             self._look(0.05)
+            if self._epoll is None:
+                Bell().wait(0.05)
             try:
                 outbox.deliver()
             except SyncGuardError as exc:
@@ -126,16 +127,14 @@ class Undertaker:
 
     def _step(self) -> float | None:
         self._look(1.0)
-        return 0.0
+        return _LOOKS if self._epoll is None else 0.0
 
     def _look(self, timeout: float) -> None:
-        """Wait a moment for a death, and bury who is dead."""
+        """Wait a moment for a death, where the system can tell of one, and bury who is dead."""
         # Before the wait: another thread (at the stop) may bury one of these and close its fd, which a new child then has.
         children = list(self._watched.items())
-        if self._epoll is None or any(child.fd < 0 for _, child in children):
+        if any(child.fd < 0 for _, child in children):
             timeout = min(timeout, _LOOKS)
-        if self._epoll is None:
-            time.sleep(timeout)
         ready = {fd for fd, _ in self._epoll.poll(timeout)} if self._epoll is not None else set()
         for name, child in children:
             if name in self._watched and (child.fd in ready or (child.fd < 0 and child.gone)):

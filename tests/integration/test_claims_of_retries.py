@@ -11,8 +11,7 @@ from celery_syncguard import LockedTask, LockHeld, StoreUnavailable
 from celery_syncguard.postgres.store import PostgresStore
 from celery_syncguard.tasks import app_state
 from celery_syncguard.testing import hold_elsewhere
-
-CLAIM = "the work"
+from tests.fixtures.claimed import CLAIM, claimed_store, is_free
 
 
 @pytest.fixture
@@ -22,16 +21,7 @@ def app(eager_app):
 
 @pytest.fixture
 def store(app):
-    """What the claims are in; task "t" has claimed the work, as its publisher does."""
-    store = app_state.guard_for(app).store
-    assert store.claim(CLAIM, task_id="t", ttl=600).ours
-    return store
-
-
-def is_free(store):
-    """Whether a duplicate would get in."""
-    claim = store.claim(CLAIM, task_id="a duplicate", ttl=600)
-    return claim.ours
+    return claimed_store(app)
 
 
 class Watched(LockedTask):

@@ -8,14 +8,14 @@ import time
 from collections import Counter
 from types import TracebackType
 
-import psycopg
 from celery.app.task import Context
 from celery.signals import worker_process_init
 
-from celery_syncguard import Lease, LeaseLost, LockedTask, SyncGuard
+from celery_syncguard import Lease, LeaseLost, SyncGuard
 from celery_syncguard.postgres import pool
 from tests.fixtures import gate
 from tests.fixtures.app import make_app, misdeed
+from tests.fixtures.held import Held, start, try_to_write
 from tests.fixtures.history import record, record_task
 
 app = make_app(__name__, task_acks_late=False, worker_proc_alive_timeout=30)
@@ -39,19 +39,6 @@ if "SYNCGUARD_TEST_ORPHANS" in os.environ:
         ctypes.CDLL(None).prctl(1, 0)
 
 
-class Held(LockedTask):
-    abstract = True
-    lock_key = "{key}"
-    lock_ttl = 2
-    lock_retry_delay = (0.1, 0.3)
-
-
-def start(self, key):
-    """Record it, and say when that is over: what interrupts the recording is of no interest."""
-    record_task("start", self, key=key)
-    gate.open_gate(f"in-{key}")
-
-
 @app.task(base=Held, bind=True)
 def hold(self, key, gate_name):
     """Wait at the gate, in many short sleeps."""
@@ -64,16 +51,6 @@ def hold(self, key, gate_name):
         raise
     record_task("end", self, key=key)
     return key
-
-
-def try_to_write(self, key):
-    with psycopg.connect(os.environ["SYNCGUARD_TEST_HISTORY_DSN"]) as conn:
-        try:
-            self.lease.fenced(conn)
-        except LeaseLost:
-            record_task("refused", self, key=key)
-        else:
-            record_task("written", self, key=key)
 
 
 @app.task(base=Held, bind=True, lock_on_lost="continue")

@@ -5,37 +5,13 @@ import os
 import time
 from functools import partial
 
-import psycopg
-
-from celery_syncguard import LeaseLost, LockedTask
+from celery_syncguard import LeaseLost
 from tests.fixtures import gate
 from tests.fixtures.app import make_app
+from tests.fixtures.held import Held, start, try_to_write
 from tests.fixtures.history import record_task
 
 app = make_app(__name__, task_acks_late=False, worker_proc_alive_timeout=30)
-
-
-class Held(LockedTask):
-    abstract = True
-    lock_key = "{key}"
-    lock_ttl = 2
-    lock_retry_delay = (0.1, 0.3)
-
-
-def start(self, key):
-    """Record it, and say when that is over: what interrupts the recording is of no interest."""
-    record_task("start", self, key=key)
-    gate.open_gate(f"in-{key}")
-
-
-def try_to_write(self, key):
-    with psycopg.connect(os.environ["SYNCGUARD_TEST_HISTORY_DSN"]) as conn:
-        try:
-            self.lease.fenced(conn)
-        except LeaseLost:
-            record_task("refused", self, key=key)
-        else:
-            record_task("written", self, key=key)
 
 
 @app.task(base=Held, bind=True)
