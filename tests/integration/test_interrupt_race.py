@@ -18,7 +18,7 @@ IN_THREADS = sys.version_info >= (3, 12)
 
 ROUNDS = {
     "main": soak.rounds(1000, soak=2000),
-    "threads": soak.rounds(400, soak=1200),
+    "threads": soak.rounds(1600, soak=4800),
     "gevent": soak.rounds(600, soak=1200),
 }
 
